@@ -1,0 +1,1 @@
+"""Where tokens come from. `types`, `errors` and `base` are the vocabulary; `engine/` is our own engine."""

@@ -1,0 +1,41 @@
+"""The one interface that the gateway knows: messages in, events out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from .types import BackendStats, BackendStatus, Event, GenerateRequest, ModelCard
+
+
+class Backend(Protocol):
+    """Something that serves models.
+
+    Life: `await start()` once, then any number of concurrent `generate`, then `await stop()`.
+    """
+
+    @property
+    def models(self) -> Sequence[ModelCard]:
+        """The models served here."""
+
+    @property
+    def status(self) -> BackendStatus:
+        """Whether requests can be taken now."""
+
+    @property
+    def stats(self) -> BackendStats:
+        """A snapshot for metrics; cheap, callable from the event loop at any time."""
+
+    async def start(self) -> None:
+        """Begin to make the backend ready; returns when it is, raises if it cannot be."""
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let running ones end for up to `drain_s`, then end them and release everything."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Serve one request: `Started`, then `PromptEcho` and `Chunk`s, then `Finished`.
+
+        An async generator. Closing it (`aclose`) or cancelling its consumer aborts the request: its cache
+        blocks are free after the engine's next step. Errors are raised as `BackendError`; those of the
+        request itself before `Started`.
+        """

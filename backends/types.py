@@ -1,0 +1,225 @@
+"""The messages that pass between the gateway and a backend: plain, frozen, free of tensors.
+
+A backend in another process or machine speaks exactly these, so nothing here may hold a live object.
+Units: times in seconds (`_s`), counts `num_*`, limits `max_*`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from msgspec import Struct, field
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class CachePlan(Struct, frozen=True, kw_only=True):
+    """How a request's KV cache is kept. `format` is `k<bits>v<bits>`."""
+
+    format: str = "k16v16"
+
+
+class SpeculationPlan(Struct, frozen=True, kw_only=True):
+    """Bounds of a request's speculation. A `max_draft` of 0 means none."""
+
+    max_draft: int = 0
+
+
+class ServingPlan(Struct, frozen=True, kw_only=True):
+    """What a policy chose for one request, frozen when the request is admitted."""
+
+    name: str
+    cache: CachePlan = CachePlan()
+    speculation: SpeculationPlan = SpeculationPlan()
+
+
+BASELINE_PLAN = ServingPlan(name="baseline")
+"""Full-precision cache, no speculation: always available, and where every fallback ends."""
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """What a client may ask of sampling. Ranges are checked where the request enters (gateway/schemas.py).
+
+    The token at a position is `argmax(processed_logits / temperature + Gumbel(seed, choice, position))`;
+    `temperature` 0 is greedy and adds no noise. `logprobs` is None for none, else the number of
+    alternatives to report beside the sampled token (0: the sampled token alone). Log-probabilities are of
+    the raw distribution, before temperature, penalties and masks.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    n: int = 1
+    logprobs: int | None = None
+
+
+class ChatPrompt(Struct, frozen=True, tag=True):
+    """A conversation. Each message is a JSON object with `role` and text `content`; the model's own template renders it."""
+
+    messages: tuple[dict[str, Any], ...]
+
+
+class TextPrompt(Struct, frozen=True, tag=True):
+    """Raw text, tokenised as it stands."""
+
+    text: str
+
+
+class TokenPrompt(Struct, frozen=True, tag=True):
+    """Token ids, taken as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """One request to a backend.
+
+    `deadline_s` counts from the moment the backend is asked; None means no deadline. `echo` asks for a
+    `PromptEcho` event (with log-probabilities of the prompt's tokens if `params.logprobs` is set).
+    """
+
+    request_id: str
+    model: str
+    prompt: Prompt
+    params: SamplingParams = SamplingParams()
+    plan: ServingPlan = BASELINE_PLAN
+    priority: int = 0
+    deadline_s: float | None = None
+    echo: bool = False
+
+
+class TopLogprob(Struct, frozen=True):
+    """One alternative at a position. `bytes` are the token's own, which may be part of a character."""
+
+    token_id: int
+    token: str
+    bytes: bytes
+    logprob: float
+
+
+class TokenLogprob(Struct, frozen=True):
+    """A sampled (or prompt) token with its raw log-probability and the `top` alternatives, best first.
+
+    `logprob` is None only for a prompt's first token, which nothing predicts.
+    """
+
+    token_id: int
+    token: str
+    bytes: bytes
+    logprob: float | None
+    top: tuple[TopLogprob, ...] = ()
+
+
+class Started(Struct, frozen=True, tag=True):
+    """Always the first event: the request is valid and queued. Errors of the request come before it."""
+
+    num_prompt_tokens: int
+    system_fingerprint: str
+
+
+class PromptEcho(Struct, frozen=True, tag=True):
+    """The prompt, for `echo`: one event per choice, before that choice's first chunk."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+
+
+class Chunk(Struct, frozen=True, tag=True):
+    """New output of choice `index`. `text`, `token_ids` and `logprobs` cover exactly the same tokens.
+
+    The chunk that ends a choice carries `finish_reason`; it may have text as well. The end token and
+    what follows a stop string are in none of the three.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Token counts of a request, over all its choices. Output tokens are those that chunks carried."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+
+
+class Timings(Struct, frozen=True, kw_only=True):
+    """Where a request's time went: waiting for its first step, until its first token, per token after that."""
+
+    queue_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    total_s: float
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """Always the last event of a request that did not fail."""
+
+    usage: Usage
+    timings: Timings
+
+
+Event = Started | PromptEcho | Chunk | Finished
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """A model that a backend serves. `created` is a Unix time; `max_model_len` counts prompt and output tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+
+
+class BackendState(StrEnum):
+    """Whether a backend can take requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class BackendStatus(Struct, frozen=True):
+    """A backend's state, with a sentence that says why when it is not ready."""
+
+    state: BackendState
+    detail: str = ""
+
+
+class BackendStats(Struct, frozen=True, kw_only=True):
+    """What a backend's metrics are made of. Counters only grow, across engine restarts too."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    preemptions_total: int = 0
+    steps_total: int = 0
+    engine_restarts_total: int = 0

@@ -1,0 +1,1 @@
+"""HTTP, tenants and wiring: the only part of Surefoot that speaks the OpenAI API."""
