@@ -1,0 +1,92 @@
+"""The interface of an op set. `reference.py` is the meaning; other sets must agree with it.
+
+Shapes: N rows (tokens of a step), B sequences, H query heads, G KV heads, D head_dim, V vocabulary,
+L layers. Activations are float32 on the CPU. `cu_rows` `[B + 1]` (int32) says which rows belong to which
+sequence: sequence b owns rows `cu_rows[b]:cu_rows[b + 1]`, in order of position.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from .layout import BlockLayout
+
+
+class Past(Struct, frozen=True, kw_only=True):
+    """The committed tokens of a step's sequences.
+
+    `block_table` int32 `[B, max_blocks]`, padded with 0; `lengths` int32 `[B]`: tokens committed, 0 for none.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+
+
+class SampleRows(Struct, frozen=True, kw_only=True):
+    """How R rows of logits are sampled. One entry a row, tensors on the logits' device.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` (int64, read as 64 bits),
+    `choice` and `position` key the noise. Penalties, biases and bans arrive as sparse additions and
+    scalings that the caller has already applied (`engine/sampler.py`).
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+
+
+class Ops(Protocol):
+    """One implementation of every op."""
+
+    name: str
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at load."""
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        """`x` `[N, in]` float32 -> `[N, out]` float32."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `x` to `residual` in place, return the normed sum."""
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding, half-split form: `x` `[N, heads, D]`, `cos` and `sin` `[N, rotary_dim / 2]`."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gate_up` `[N, 2 * I]` -> `silu(gate) * up` `[N, I]`."""
+
+    def past_attention(
+        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of `q` `[N, H, D]` over each sequence's committed tokens, no mask.
+
+        `layer` is uint8 `[num_blocks, block_bytes]`. Returns the normalised output `[N, H, D]` and the
+        log-sum-exp `[N, H]`; where nothing is committed the output is 0 and the log-sum-exp -inf.
+        """
+
+    def present_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention of a step's rows among their own sequence's rows: `k` and `v` `[N, G, D]`."""
+
+    def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+        """Combine two partial attentions by their log-sum-exp; an empty part has -inf."""
+
+    def commit(
+        self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
+    ) -> None:
+        """Write rows of `k` and `v` `[L, R, G, D]` to `cache` `[L, num_blocks, block_bytes]`, row r at (blocks[r], slots[r])."""
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """Token ids `[R]` (int64) of processed `logits` `[R, V]` float32 by the Gumbel rule."""

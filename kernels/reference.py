@@ -1,0 +1,146 @@
+"""Every op in plain torch: what it means. Complete, kept, and what the other sets are tested against."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from msgspec import Struct
+from torch import Tensor
+
+from .base import Past, SampleRows
+from .layout import BLOCK_TOKENS, BlockLayout
+from .noise import gumbel_noise
+
+
+class DenseWeight(Struct, frozen=True):
+    """A `[out, in]` weight as it is, in 16 or 32 bits, with an optional `[out]` bias of the same dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class ReferenceOps:
+    """The plain op set, on any device."""
+
+    name = "reference"
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> DenseWeight:
+        """Nothing to do but to keep them together."""
+        return DenseWeight(weight.contiguous(), None if bias is None else bias.to(weight.dtype))
+
+    def linear(self, x: Tensor, weight: DenseWeight) -> Tensor:
+        """The product is taken in the weight's dtype, the result returned in `x`'s."""
+        return F.linear(x.to(weight.weight.dtype), weight.weight, weight.bias).to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Zhang and Sennrich 2019, arXiv 1910.07467."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The sum stays in `residual`."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Su et al. 2021, arXiv 2104.09864; dimensions beyond the rotary ones pass through."""
+        half = cos.shape[-1]
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Shazeer 2020, arXiv 2002.05202."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def past_attention(
+        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """One sequence at a time: its blocks side by side make K `[G, D, S]` and V `[G, S, D]`."""
+        out, lse = _empty_part(q)
+        k_plane, v_plane = layout.k_plane(layer), layout.v_plane(layer)
+        starts = cu_rows.tolist()
+        for b, length in enumerate(past.lengths.tolist()):
+            if length == 0:
+                continue
+            rows = slice(starts[b], starts[b + 1])
+            blocks = past.block_table[b, : math.ceil(length / BLOCK_TOKENS)].long()
+            k = k_plane[blocks].permute(1, 2, 0, 3).flatten(2)[..., :length].to(q.dtype)
+            v = v_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
+            out[rows], lse[rows] = _attend(q[rows], k, v, scale, mask=None)
+        return out, lse
+
+    def present_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """One sequence at a time under a lower-triangular mask."""
+        out, lse = _empty_part(q)
+        starts = cu_rows.tolist()
+        for begin, end in zip(starts, starts[1:], strict=False):
+            rows = slice(begin, end)
+            mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril()
+            out[rows], lse[rows] = _attend(
+                q[rows], k[rows].permute(1, 2, 0).to(q.dtype), v[rows].transpose(0, 1).to(q.dtype), scale, mask
+            )
+        return out, lse
+
+    def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+        """The softmax over both parts' keys from each part's own softmax (Flash-Decoding's reduction)."""
+        top = torch.maximum(lse_a, lse_b)
+        weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+        total = weight_a + weight_b
+        return out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
+
+    def commit(
+        self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
+    ) -> None:
+        """Rounds to the cache's dtype."""
+        blocks, slots = blocks.long(), slots.long()
+        for layer, layer_k, layer_v in zip(cache, k, v, strict=True):
+            layout.k_plane(layer)[blocks, :, :, slots] = layer_k.to(layout.dtype)
+            layout.v_plane(layer)[blocks, :, slots] = layer_v.to(layout.dtype)
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """Greedy rows take the argmax of the logits; the rest add noise to what the filters leave."""
+        tokens = logits.argmax(-1)
+        for r in rows.temperature.nonzero().flatten().tolist():
+            scaled = _filter(logits[r] / rows.temperature[r], int(rows.top_k[r]), float(rows.top_p[r]), float(rows.min_p[r]))
+            noise = gumbel_noise(int(rows.seed[r]), int(rows.choice[r]), int(rows.position[r]), len(scaled))
+            tokens[r] = (scaled + noise.to(scaled.device)).argmax()
+        return tokens
+
+
+def _empty_part(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(q), torch.full(q.shape[:2], -math.inf, dtype=q.dtype, device=q.device)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`q` `[T, H, D]`, `k` `[G, D, S]`, `v` `[G, S, D]`, `mask` `[T, S]` -> output `[T, H, D]`, log-sum-exp `[T, H]`."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, group = k.shape[0], num_heads // k.shape[0]
+    grouped = q.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [G, group * T, D]
+    scores = torch.bmm(grouped, k) * scale
+    if mask is not None:
+        scores.masked_fill_(~mask.repeat(group, 1), -math.inf)
+    lse = scores.logsumexp(-1)
+    out = torch.bmm(torch.exp(scores - lse[..., None]), v)
+    back = (num_kv_heads, group, num_rows)
+    return (
+        out.view(*back, head_dim).permute(2, 0, 1, 3).reshape(q.shape),
+        lse.view(back).permute(2, 0, 1).reshape(num_rows, num_heads),
+    )
+
+
+def _filter(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Drop tokens outside top-k, then outside the nucleus of what is left, then below `min_p` of the best."""
+    if 0 < top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -math.inf)
+    if top_p < 1.0:
+        ordered, order = scaled.sort(descending=True, stable=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        scaled = scaled.index_fill(0, order[before >= top_p], -math.inf)
+    if min_p > 0.0:
+        scaled = scaled.masked_fill(scaled < scaled.max() + math.log(min_p), -math.inf)
+    return scaled
