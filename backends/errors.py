@@ -2,8 +2,7 @@
 
     BackendError
     ├── RequestError            the request is at fault; `param` names the field
-    │   ├── ContextTooLong      prompt and output do not fit the model's context
-    │   ├── CacheTooSmall       the request alone could outgrow the whole cache
+    │   ├── ContextTooLong      prompt and output do not fit the context (the model's, or the whole cache)
     │   └── InvalidPrompt       the prompt cannot be turned into tokens
     ├── UnknownModel            no such model here
     ├── DeadlineExceeded        the request's own deadline passed
@@ -33,10 +32,6 @@ class RequestError(BackendError):
 
 class ContextTooLong(RequestError):
     """Prompt and requested output exceed the model's context."""
-
-
-class CacheTooSmall(RequestError):
-    """The request's worst case exceeds the whole KV cache."""
 
 
 class InvalidPrompt(RequestError):

@@ -1,0 +1,58 @@
+"""What the engine takes in: a gateway's message and its prompt as tokens become a `Request`, or are refused."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from surefoot.backends.errors import ContextTooLong, InvalidPrompt, RequestError
+from surefoot.backends.types import ChatPrompt, GenerateRequest
+
+from .sequence import Request
+
+
+def admit(
+    message: GenerateRequest,
+    prompt_token_ids: tuple[int, ...],
+    *,
+    key: int,
+    max_model_len: int,
+    vocab_size: int,
+    now_s: float,
+) -> Request:
+    """Check a request against the model; raises `RequestError`.
+
+    Without `max_tokens` a choice may fill the context. Without a seed one is drawn.
+    """
+    params = message.params
+    if not prompt_token_ids:
+        raise InvalidPrompt("the prompt is empty: it has no tokens", "prompt")
+    _check_token_ids("prompt", prompt_token_ids, vocab_size)
+    _check_token_ids("logit_bias", params.logit_bias, vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    num_prompt, room = len(prompt_token_ids), max_model_len - len(prompt_token_ids)
+    if room < 1 or (params.max_tokens is not None and params.max_tokens > room):
+        asked = "" if params.max_tokens is None else f" and max_tokens asks for {params.max_tokens} more"
+        raise ContextTooLong(
+            f"the context holds at most {max_model_len} tokens, but the prompt has {num_prompt}{asked}:"
+            f" shorten the prompt{'' if params.max_tokens is None else ' or lower max_tokens'}",
+            "messages" if _is_chat(message) else "prompt",
+        )
+    return Request(
+        message,
+        prompt_token_ids,
+        key=key,
+        max_tokens=room if params.max_tokens is None else params.max_tokens,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        arrived_s=now_s,
+    )
+
+
+def _is_chat(message: GenerateRequest) -> bool:
+    return isinstance(message.prompt, ChatPrompt)
+
+
+def _check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"{param} has token id {token_id}; this model's are 0 to {vocab_size - 1}", param)

@@ -1,0 +1,296 @@
+"""The engine as a `Backend`: a thread that steps it, and the event loop's side of that thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import structlog
+import torch
+from msgspec import Struct
+
+from surefoot.backends.errors import BackendError, EngineFailed, NotReady, Overloaded
+from surefoot.backends.types import (
+    BackendState,
+    BackendStats,
+    BackendStatus,
+    ChatPrompt,
+    Event,
+    Finished,
+    GenerateRequest,
+    ModelCard,
+    Prompt,
+    Started,
+    TextPrompt,
+    TokenPrompt,
+)
+from surefoot.kernels.base import Ops
+
+from .admission import admit
+from .engine import Engine, EngineCounters, Output
+from .prepare import LoadedModel
+from .sequence import Request
+from .settings import EngineSettings
+from .watchdog import Watchdog
+
+log = structlog.get_logger()
+
+EXIT_HUNG = 70
+"""The exit status of a process whose engine hung, for its supervisor (sysexits' EX_SOFTWARE)."""
+
+
+class EngineParts(Struct, frozen=True):
+    """What an engine is made of, loaded once and kept when the engine is replaced."""
+
+    loaded: LoadedModel
+    ops: Ops
+    cache_dtype: torch.dtype
+
+
+class _Add(Struct, frozen=True):
+    request: Request
+
+
+class _Abort(Struct, frozen=True):
+    key: int
+
+
+class _Stop(Struct, frozen=True):
+    pass
+
+
+_Message = _Add | _Abort | _Stop
+
+
+class EngineBackend:
+    """Serves one model with an engine in this process.
+
+    The event loop's side validates requests and hands them to the engine's thread through a queue; the
+    thread hands events back in one call per step. An engine whose step raises is replaced: its requests get
+    `EngineFailed`, and nothing is accepted until the new one has passed a warm-up. A step that never returns
+    ends the process with `EXIT_HUNG`.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        load: Callable[[], EngineParts],
+        settings: EngineSettings,
+        *,
+        make_engine: Callable[..., Engine] = Engine,
+        on_hang: Callable[[], None] | None = None,
+    ) -> None:
+        """`load` is slow and runs in a thread; it prints its own progress."""
+        self._model_id = model_id
+        self._load = load
+        self._settings = settings
+        self._make_engine = make_engine
+        self._on_hang = on_hang or _exit_hung
+        self._clock = time.monotonic
+        self._status = BackendStatus(BackendState.STARTING, "the model is being loaded")
+        self._created = int(time.time())
+        self._counters = EngineCounters()
+        self._num_restarts = 0
+        self._stats = BackendStats()
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._keys = itertools.count()
+        self._streams: dict[int, asyncio.Queue[Event | BackendError]] = {}
+        self._rested = asyncio.Event()
+
+    @property
+    def models(self) -> Sequence[ModelCard]:
+        """The one model; empty until it is loaded."""
+        if self._status.state is BackendState.STARTING:
+            return ()
+        return (ModelCard(id=self._model_id, created=self._created, max_model_len=self._engine.max_model_len),)
+
+    @property
+    def status(self) -> BackendStatus:
+        """Whether requests can be taken now."""
+        return self._status
+
+    @property
+    def stats(self) -> BackendStats:
+        """As of the engine's last step."""
+        return self._stats
+
+    async def start(self) -> None:
+        """Load, warm up, start the thread."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._parts = await asyncio.to_thread(self._load)
+            self._engine = await asyncio.to_thread(self._new_engine)
+        except Exception as error:
+            self._status = BackendStatus(BackendState.FAILED, f"the model could not be loaded: {error}")
+            raise
+        self._watchdog = Watchdog(self._settings.watchdog_s, self._on_hang)
+        self._thread = threading.Thread(target=self._run, name="surefoot-engine", daemon=True)
+        self._thread.start()
+        self._status = BackendStatus(BackendState.READY)
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, wait for the open ones up to `drain_s`, end the rest, end the thread."""
+        was_started = self._status.state in (BackendState.READY, BackendState.FAILED) and hasattr(self, "_thread")
+        self._status = BackendStatus(BackendState.STOPPED, "the server is shutting down")
+        if not was_started:
+            return
+        self._rested.clear()
+        if self._streams:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._rested.wait(), drain_s)
+        for events in self._streams.values():
+            events.put_nowait(NotReady("the server is shutting down"))
+        self._inbox.put(_Stop())
+        await asyncio.to_thread(self._thread.join)
+        self._watchdog.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Serve one request; see `Backend.generate`."""
+        self._check_open()
+        token_ids = await asyncio.to_thread(self._encode, request.prompt)
+        self._check_open()
+        admitted = admit(
+            request,
+            token_ids,
+            key=next(self._keys),
+            max_model_len=self._engine.max_model_len,
+            vocab_size=self._parts.loaded.model.config.vocab_size,
+            now_s=self._clock(),
+        )
+        events: asyncio.Queue[Event | BackendError] = asyncio.Queue()
+        self._streams[admitted.key] = events
+        self._inbox.put(_Add(admitted))
+        try:
+            yield Started(num_prompt_tokens=len(token_ids), system_fingerprint=self._fingerprint(request))
+            while True:
+                event = await events.get()
+                if isinstance(event, BackendError):
+                    raise event
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            del self._streams[admitted.key]
+            self._inbox.put(_Abort(admitted.key))
+            if not self._streams:
+                self._rested.set()
+
+    def _check_open(self) -> None:
+        if self._status.state is BackendState.FAILED:
+            raise EngineFailed(self._status.detail)
+        if self._status.state is not BackendState.READY:
+            raise NotReady(self._status.detail)
+        if len(self._streams) >= (limit := self._settings.max_sequences + self._settings.max_waiting):
+            raise Overloaded(f"{limit} requests are running or waiting, which is the limit: try again later")
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        tokenizer = self._parts.loaded.tokenizer
+        match prompt:
+            case ChatPrompt(messages):
+                return tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
+            case TextPrompt(text):
+                return tuple(tokenizer.encode(text))
+            case TokenPrompt(token_ids):
+                return token_ids
+
+    def _fingerprint(self, request: GenerateRequest) -> str:
+        return f"{self._model_id}:{self._parts.loaded.fingerprint}:{request.plan.name}"
+
+    def _new_engine(self) -> Engine:
+        engine = self._make_engine(
+            self._parts.loaded,
+            self._parts.ops,
+            self._settings,
+            cache_dtype=self._parts.cache_dtype,
+            counters=self._counters,
+            clock=self._clock,
+        )
+        engine.warm_up()
+        return engine
+
+    def _run(self) -> None:
+        """The engine thread's life."""
+        while self._take_messages():
+            try:
+                with self._watchdog.guard():
+                    outputs = self._engine.step()
+            except Exception as error:
+                if not self._replace_engine(error):
+                    return
+            else:
+                self._snapshot()
+                if outputs:
+                    self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _take_messages(self) -> bool:
+        """Handle what the event loop sent, waiting for something if the engine has nothing to do; False to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            match message:
+                case _Add(request):
+                    self._engine.add(request)
+                case _Abort(key):
+                    self._engine.abort(key)
+                case _Stop():
+                    return False
+            if not self._engine.has_work:
+                self._engine.pool.check_integrity()
+                self._snapshot()
+
+    def _replace_engine(self, error: Exception) -> bool:
+        """Tell the failed engine's clients, build and warm up another; False if that fails too."""
+        log.error("engine.failed", model=self._model_id, exc_info=error)
+        self._status = BackendStatus(BackendState.FAILED, "the engine failed and is being restarted")
+        failure = EngineFailed("the engine failed while it served this request")
+        outputs = [Output(key, failure) for key in self._engine.keys]
+        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+        try:
+            self._engine = self._new_engine()
+        except Exception as again:
+            log.critical("engine.lost", model=self._model_id, exc_info=again)
+            self._status = BackendStatus(BackendState.FAILED, "the engine failed and could not be restarted")
+            self._loop.call_soon_threadsafe(self._fail_all, failure)
+            return False
+        self._num_restarts += 1
+        self._snapshot()
+        if self._status.state is BackendState.FAILED:
+            self._status = BackendStatus(BackendState.READY)
+        log.info("engine.restarted", model=self._model_id)
+        return True
+
+    def _snapshot(self) -> None:
+        engine, counters = self._engine, self._counters
+        self._stats = BackendStats(
+            num_waiting=len(engine.scheduler.waiting),
+            num_running=len(engine.scheduler.running),
+            num_blocks=engine.pool.num_blocks,
+            num_blocks_used=engine.pool.num_used,
+            prompt_tokens_total=counters.num_prompt_tokens,
+            output_tokens_total=counters.num_output_tokens,
+            preemptions_total=counters.num_preemptions,
+            steps_total=counters.num_steps,
+            engine_restarts_total=self._num_restarts,
+        )
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if (events := self._streams.get(output.key)) is not None:
+                events.put_nowait(output.event)
+
+    def _fail_all(self, failure: EngineFailed) -> None:
+        for events in self._streams.values():
+            events.put_nowait(failure)
+
+
+def _exit_hung() -> None:
+    log.critical("engine.hung", exit_status=EXIT_HUNG)
+    os._exit(EXIT_HUNG)

@@ -1,0 +1,124 @@
+"""Runs the model over one step: rows in, logits out, K and V kept until they are committed."""
+
+from __future__ import annotations
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from surefoot.kernels.base import Ops, Past
+from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
+
+from .model import Model
+from .scheduler import ScheduledChunk
+from .settings import EngineSettings
+
+
+class StepInput(Struct, frozen=True):
+    """A step as tensors: N rows of B sequences, and which R rows need logits."""
+
+    token_ids: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    cu_rows: Tensor  # int32 [B + 1]
+    past: Past
+    logit_rows: Tensor  # int64 [R]
+    logit_spans: list[range]  # per sequence, its part of the R rows
+    blocks: Tensor  # int32 [N], where each row will be committed
+    slots: Tensor  # int32 [N]
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of the step."""
+        return len(self.token_ids)
+
+
+def build_step(chunks: list[ScheduledChunk]) -> StepInput:
+    """Lay the chunks' tokens one after the other.
+
+    A chunk that samples needs its last row's logits, one whose prompt log-probabilities are wanted all its rows'.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    logit_rows: list[int] = []
+    logit_spans: list[range] = []
+    cu_rows = [0]
+    for chunk in chunks:
+        seq, start = chunk.sequence, chunk.sequence.num_committed
+        span = range(start, start + chunk.num_tokens)
+        token_ids += seq.token_ids[span.start : span.stop]
+        positions += span
+        blocks += (seq.block_table[position // BLOCK_TOKENS] for position in span)
+        cu_rows.append(len(token_ids))
+        first = cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - 1 if chunk.samples else cu_rows[-1]
+        logit_rows += range(first, cu_rows[-1])
+        logit_spans.append(range(len(logit_rows) - (cu_rows[-1] - first), len(logit_rows)))
+    past_blocks = [chunk.sequence.block_table for chunk in chunks]
+    widest = max(len(table) for table in past_blocks)
+    position_ids = torch.tensor(positions)
+    return StepInput(
+        token_ids=torch.tensor(token_ids),
+        positions=position_ids,
+        cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
+        past=Past(
+            block_table=torch.tensor([[*t, *[0] * (widest - len(t))] for t in past_blocks], dtype=torch.int32),
+            lengths=torch.tensor([chunk.sequence.num_committed for chunk in chunks], dtype=torch.int32),
+        ),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_spans=logit_spans,
+        blocks=torch.tensor(blocks, dtype=torch.int32),
+        slots=(position_ids % BLOCK_TOKENS).int(),
+    )
+
+
+class ModelRunner:
+    """Owns the cache and the step buffer.
+
+    `cache` is uint8 `[num_layers, num_blocks, block_bytes]`. The step buffer holds K and V of the step's rows,
+    `[num_layers, max_batched_tokens, num_kv_heads, head_dim]` in the cache's dtype: the *present*, which
+    attends causally within its sequence and becomes *past* only when it is committed.
+    """
+
+    def __init__(self, model: Model, ops: Ops, settings: EngineSettings, cache_dtype: torch.dtype) -> None:
+        config = model.config
+        self._model = model
+        self._ops = ops
+        self._layout = BlockLayout(
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=cache_dtype
+        )
+        self.num_blocks = settings.cache_bytes // (config.num_layers * self._layout.block_bytes)
+        if self.num_blocks < 1:
+            raise ValueError(
+                f"{settings.cache_bytes} bytes of cache hold no block of {BLOCK_TOKENS} tokens: this model needs"
+                f" {config.num_layers * self._layout.block_bytes} bytes a block"
+            )
+        self._cache = torch.zeros(config.num_layers, self.num_blocks, self._layout.block_bytes, dtype=torch.uint8)
+        rows = (config.num_layers, settings.max_batched_tokens, config.num_kv_heads, config.head_dim)
+        self._step_k = torch.zeros(rows, dtype=cache_dtype)
+        self._step_v = torch.zeros(rows, dtype=cache_dtype)
+        self._scale = config.attention_scale
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> Tensor:
+        """Logits `[R, vocab_size]` (float32) of the step's `logit_rows`."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            present_k, present_v = self._step_k[layer, : step.num_rows], self._step_v[layer, : step.num_rows]
+            present_k.copy_(k)
+            present_v.copy_(v)
+            past_out, past_lse = self._ops.past_attention(
+                q, step.cu_rows, self._cache[layer], self._layout, step.past, self._scale
+            )
+            out, lse = self._ops.present_attention(q, present_k, present_v, step.cu_rows, self._scale)
+            return self._ops.merge(past_out, past_lse, out, lse)
+
+        hidden = self._model.forward(step.token_ids, step.positions, attend)
+        return self._model.logits(hidden[step.logit_rows])
+
+    @torch.inference_mode()
+    def commit(self, step: StepInput) -> None:
+        """Write the step's K and V to the cache blocks."""
+        rows = step.num_rows
+        self._ops.commit(
+            self._cache, self._layout, self._step_k[:, :rows], self._step_v[:, :rows], step.blocks, step.slots
+        )

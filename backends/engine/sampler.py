@@ -1,0 +1,108 @@
+"""From raw logits to the next tokens: penalties, biases and bans here, the Gumbel rule in the ops."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from surefoot.backends.types import SamplingParams, TokenLogprob, TopLogprob
+from surefoot.kernels.base import Ops, SampleRows
+
+from .sequence import Sequence
+from .tokenizer import Tokenizer
+
+
+class NonFiniteLogits(Exception):
+    """The model gave NaN or infinity for a row."""
+
+
+class Sampled(Struct, frozen=True):
+    """A sequence's next token, with its log-probability if the request wants them."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+class Sampler:
+    """Samples one token for each sequence of a step. A faulty row spoils no other."""
+
+    def __init__(self, ops: Ops, tokenizer: Tokenizer) -> None:
+        self._ops = ops
+        self._tokenizer = tokenizer
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
+        """Row r of `logits` `[R, V]` (raw, changed in place) belongs to `sequences[r]`."""
+        finite = logits.logsumexp(-1).isfinite().tolist()
+        raw_rows = {r: logits[r].clone() for r, seq in enumerate(sequences) if seq.params.logprobs is not None}
+        faults: dict[int, Exception] = {}
+        for r, seq in enumerate(sequences):
+            try:
+                if not finite[r]:
+                    raise NonFiniteLogits(f"the model's logits at position {len(seq.token_ids)} are not finite")
+                self._adjust(logits[r], seq)
+            except Exception as error:  # one request's fault must stay its own
+                faults[r] = error
+                logits[r] = 0.0
+        token_ids = self._ops.sample(logits, _sample_rows(sequences)).tolist()
+        return [
+            faults.get(r)
+            or Sampled(token_id, self.logprobs_of(raw_rows[r], token_id, seq.params) if r in raw_rows else None)
+            for r, (seq, token_id) in enumerate(zip(sequences, token_ids, strict=True))
+        ]
+
+    def logprobs_of(self, row: Tensor, token_id: int, params: SamplingParams) -> TokenLogprob:
+        """The log-probability of `token_id` in a raw row `[V]`, and the likeliest tokens beside it."""
+        logprobs = row.log_softmax(-1)
+        top = logprobs.topk(params.logprobs or 0)
+        return TokenLogprob(
+            *self._named(token_id),
+            logprob=float(logprobs[token_id]),
+            top=tuple(
+                TopLogprob(*self._named(top_id), logprob)
+                for top_id, logprob in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            ),
+        )
+
+    def unpredicted(self, token_id: int) -> TokenLogprob:
+        """The entry of a prompt's first token, which nothing predicts."""
+        return TokenLogprob(*self._named(token_id), logprob=None)
+
+    def _named(self, token_id: int) -> tuple[int, str, bytes]:
+        return token_id, self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+
+    def _adjust(self, row: Tensor, seq: Sequence) -> None:
+        """Apply what the request asks, in vLLM's order: bias and bans, then penalties."""
+        params = seq.params
+        for token_id, bias in params.logit_bias.items():
+            row[token_id] += bias
+        if seq.num_output_tokens < params.min_tokens:
+            row[self._banned_until_min_tokens(seq)] = -math.inf
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(seq.token_ids)))
+            values = row[seen]
+            row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        if (params.frequency_penalty or params.presence_penalty) and seq.output_counts:
+            output_ids = torch.tensor(list(seq.output_counts.keys()))
+            counts = torch.tensor(list(seq.output_counts.values()), dtype=row.dtype)
+            row[output_ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+    def _banned_until_min_tokens(self, seq: Sequence) -> list[int]:
+        end_tokens = () if seq.params.ignore_eos else self._tokenizer.eos_token_ids
+        return [*end_tokens, *seq.params.stop_token_ids]
+
+
+def _sample_rows(sequences: list[Sequence]) -> SampleRows:
+    params = [seq.params for seq in sequences]
+    return SampleRows(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        seed=torch.tensor([seq.request.seed for seq in sequences], dtype=torch.int64),
+        choice=torch.tensor([seq.choice for seq in sequences], dtype=torch.int32),
+        position=torch.tensor([len(seq.token_ids) for seq in sequences], dtype=torch.int32),
+    )

@@ -1,0 +1,137 @@
+"""What the engine knows of a request: the request itself, and one sequence for each of its choices."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from enum import Enum, auto
+
+from surefoot.backends.types import GenerateRequest, SamplingParams, Timings, TokenLogprob, Usage
+from surefoot.kernels.layout import BLOCK_TOKENS
+
+from .choice_stream import ChoiceStream
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """One choice of a request: its tokens, how many are committed to the cache, and in which blocks.
+
+    Of `token_ids` (prompt, then output) the first `num_committed` are in the cache. The rest must run
+    before the next token can be sampled: for a decoding sequence that is the last token alone.
+    """
+
+    def __init__(self, request: Request, choice: int, stream: ChoiceStream) -> None:
+        self.request = request
+        self.choice = choice
+        self.stream = stream
+        self.status = SequenceStatus.WAITING
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_committed = 0
+        self.block_table: list[int] = []
+        self.output_counts: Counter[int] = Counter()
+        self.prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's sampling parameters."""
+        return self.request.message.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Tokens that must run before the next one can be sampled."""
+        return len(self.token_ids) - self.num_committed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token is missing from the cache."""
+        return self.num_uncommitted == 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return (
+            self.request.message.echo
+            and self.params.logprobs is not None
+            and len(self.prompt_logprobs) < self.num_prompt_tokens
+        )
+
+    def blocks_missing(self, num_tokens: int) -> int:
+        """Blocks to allocate before `num_tokens` more tokens can be committed."""
+        return math.ceil((self.num_committed + num_tokens) / BLOCK_TOKENS) - len(self.block_table)
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.token_ids.append(token_id)
+        self.output_counts[token_id] += 1
+
+
+class Request:
+    """A request inside the engine: the gateway's message, its prompt as tokens, and its sequences."""
+
+    def __init__(
+        self,
+        message: GenerateRequest,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        key: int,
+        max_tokens: int,
+        seed: int,
+        arrived_s: float,
+    ) -> None:
+        """`key` is unique in the engine, which a client's request id need not be; times are on the engine's clock."""
+        self.key = key
+        self.message = message
+        self.prompt_token_ids = prompt_token_ids
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.arrived_s = arrived_s
+        self.first_step_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.sequences: list[Sequence] = []
+
+    @property
+    def deadline_s(self) -> float:
+        """When the request must end, on the engine's clock."""
+        return math.inf if self.message.deadline_s is None else self.arrived_s + self.message.deadline_s
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(seq.status is SequenceStatus.FINISHED for seq in self.sequences)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; output tokens are those that chunks carried."""
+        return Usage(
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=sum(seq.stream.num_emitted for seq in self.sequences),
+        )
+
+    def timings(self, now_s: float) -> Timings:
+        """Where the time went; TPOT is the mean gap between tokens of the longest choice."""
+        num_gaps = max(seq.num_output_tokens for seq in self.sequences) - 1
+        has_tpot = num_gaps > 0 and self.first_token_s is not None and self.last_token_s is not None
+        return Timings(
+            queue_s=(now_s if self.first_step_s is None else self.first_step_s) - self.arrived_s,
+            ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
+            tpot_s=(self.last_token_s - self.first_token_s) / num_gaps if has_tpot else None,
+            total_s=now_s - self.arrived_s,
+        )
