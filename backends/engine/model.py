@@ -1,0 +1,141 @@
+"""The forward pass of every Llama-family decoder, driven by its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from surefoot.kernels.base import Ops
+
+from .model_config import ModelConfig
+from .rope import rope_tables
+from .weights import WeightSource, layer_prefix
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`attend(layer, q [N, H, D], k [N, G, D], v [N, G, D]) -> [N, H, D]`; q and k are normed and rotated.
+
+The three may be views whose row stride is longer than a row.
+"""
+
+
+class LayerWeights(Struct, frozen=True):
+    """One decoder layer. `next_norm` is the next layer's input norm, or the final one after the last."""
+
+    qkv: Any
+    o: Any
+    gate_up: Any
+    down: Any
+    mlp_norm: Tensor
+    next_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    has_rope: bool
+
+
+class Model:
+    """A decoder. The cache and the attention are the caller's; all else happens here, through an op set."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        ops: Ops,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        max_model_len: int | None = None,
+    ) -> None:
+        """Read the weights from `source`: matrices in `dtype`, the rest in float32.
+
+        `max_model_len` bounds the positions that will be asked for (None: what the model takes).
+        """
+        self.config = config
+        self._ops = ops
+        loader = _Loader(config, source, ops, dtype, torch.device(device))
+        self._embedding = loader.matrix("model.embed_tokens.weight")
+        head = self._embedding if config.tie_word_embeddings else loader.matrix("lm_head.weight")
+        self._head = ops.prepare_linear(head)
+        self._first_norm = loader.vector(layer_prefix(0) + "input_layernorm.weight")
+        self._layers = [loader.layer(i) for i in range(config.num_layers)]
+        length = min(max_model_len or config.max_model_len, config.max_model_len)
+        cos, sin = rope_tables(config.rope, config.head_dim, length)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """`token_ids` and `positions` `[N]` int64 -> normed hidden states `[N, hidden]` float32."""
+        ops, eps = self._ops, self.config.rms_norm_eps
+        rope = (self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+        residual = self._embedding.index_select(0, token_ids).float()
+        x = ops.rms_norm(residual, self._first_norm, eps)
+        for i, layer in enumerate(self._layers):
+            q, k, v = self._qkv(layer, x, rope)
+            attended = ops.linear(attend(i, q, k, v).flatten(1), layer.o)
+            x = ops.add_rms_norm(residual, attended, layer.mlp_norm, eps)
+            fed = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+            x = ops.add_rms_norm(residual, fed, layer.next_norm, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of hidden states `[R, hidden]` -> `[R, vocab]` float32."""
+        return self._ops.linear(hidden, self._head)
+
+    def _qkv(
+        self, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config, ops = self.config, self._ops
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        qkv = ops.linear(x, layer.qkv).view(len(x), sum(heads), config.head_dim)
+        q, k, v = torch.split(qkv, heads, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        if layer.has_rope:
+            q, k = ops.rope(q, *rope), ops.rope(k, *rope)
+        return q, k, v
+
+
+class _Loader(Struct, frozen=True):
+    """Reads, fuses, converts and places weights."""
+
+    config: ModelConfig
+    source: WeightSource
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+
+    def layer(self, index: int) -> LayerWeights:
+        config, prefix = self.config, layer_prefix(index)
+        is_last = index == config.num_layers - 1
+        next_norm = "model.norm.weight" if is_last else layer_prefix(index + 1) + "input_layernorm.weight"
+        q, k, v = (f"{prefix}self_attn.{name}_proj" for name in "qkv")
+        return LayerWeights(
+            qkv=self.linear(q, k, v, has_bias=config.qkv_bias),
+            o=self.linear(f"{prefix}self_attn.o_proj", has_bias=config.o_bias),
+            gate_up=self.linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", has_bias=config.mlp_bias),
+            down=self.linear(f"{prefix}mlp.down_proj", has_bias=config.mlp_bias),
+            mlp_norm=self.vector(f"{prefix}post_attention_layernorm.weight"),
+            next_norm=self.vector(next_norm),
+            q_norm=self.vector(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
+            k_norm=self.vector(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
+            has_rope=index not in config.no_rope_layers,
+        )
+
+    def linear(self, *names: str, has_bias: bool) -> Any:
+        """Linears over the same input, fused row by row."""
+        weight = self.matrix(*(f"{name}.weight" for name in names))
+        bias = self.vector(*(f"{name}.bias" for name in names)) if has_bias else None
+        return self.ops.prepare_linear(weight, bias)
+
+    def matrix(self, *names: str) -> Tensor:
+        return self._joined(names, self.dtype)
+
+    def vector(self, *names: str) -> Tensor:
+        return self._joined(names, torch.float32)
+
+    def _joined(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+        tensors = [self.source.tensor(name).to(self.device, dtype) for name in names]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
