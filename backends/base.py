@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from .types import BackendStats, BackendStatus, Event, GenerateRequest, ModelCard
@@ -30,9 +30,9 @@ class Backend(Protocol):
         """Begin to make the backend ready; returns when it is, raises if it cannot be."""
 
     async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, let running ones end for up to `drain_s`, then end them and release everything."""
+        """Refuse new requests, let running ones go on for up to `drain_s`, end them, release everything."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request: `Started`, then `PromptEcho` and `Chunk`s, then `Finished`.
 
         An async generator. Closing it (`aclose`) or cancelling its consumer aborts the request: its cache

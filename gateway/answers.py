@@ -1,0 +1,270 @@
+"""From a backend's events to OpenAI's answers.
+
+There is one way: events become chunks (`ChatAnswer`, `TextAnswer`). A stream sends them as they come; a whole
+answer is folded from the very same chunks, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from msgspec import UNSET, Struct, UnsetType
+
+from surefoot.backends.types import Chunk, PromptEcho, TokenLogprob, Usage
+
+from . import responses as body
+
+ChunkBody = body.ChatChunk | body.TextCompletion
+WholeBody = body.ChatCompletion | body.TextCompletion
+C = TypeVar("C", bound=ChunkBody)
+P = TypeVar("P", bound=body.ChatChunkChoice | body.TextChoice)
+
+# What OpenAI sends for a token whose probability is 0; JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+
+
+class Label(Struct, frozen=True, kw_only=True):
+    """What is known of an answer before it starts."""
+
+    id: str
+    created: int
+    model: str
+    num_choices: int
+    includes_usage: bool
+    service_tier: str | UnsetType = UNSET
+
+
+class Answer(Protocol[C]):
+    """Makes chunks from events. `prompt` is the event's place in the request's list of prompts."""
+
+    def opening(self, fingerprint: str) -> Iterator[C]:
+        """The chunks before any token."""
+
+    def chunks(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[C]:
+        """What an event adds."""
+
+    def closing(self, usage: Usage) -> Iterator[C]:
+        """The chunk of token counts, if it is wanted."""
+
+    def fold(self, chunks: Sequence[C]) -> WholeBody:
+        """The whole answer; `chunks` are all that were made."""
+
+
+def usage_body(usage: Usage) -> body.UsageBody:
+    """Token counts in OpenAI's words."""
+    return body.UsageBody(
+        prompt_tokens=usage.num_prompt_tokens,
+        completion_tokens=usage.num_output_tokens,
+        total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
+        prompt_tokens_details=body.PromptTokensDetails(usage.num_cached_tokens),
+    )
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+class ChatAnswer:
+    """Chunks of a chat: the role first, then text, then why it ended."""
+
+    def __init__(self, label: Label) -> None:
+        self._label = label
+        self._fingerprint: str | None = None
+
+    def opening(self, fingerprint: str) -> Iterator[body.ChatChunk]:
+        """The assistant's role, for each choice."""
+        self._fingerprint = fingerprint
+        for index in range(self._label.num_choices):
+            yield self._chunk(
+                body.ChatChunkChoice(index=index, delta=body.Delta(role="assistant", content=""))
+            )
+
+    def chunks(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[body.ChatChunk]:
+        """Text (with its tokens' log-probabilities), then the finish reason alone."""
+        assert isinstance(event, Chunk), "a chat has no echo"
+        if event.text or event.logprobs:
+            logprobs = (
+                None
+                if event.logprobs is None
+                else body.ChatLogprobs([_chat_token(t) for t in event.logprobs])
+            )
+            yield self._chunk(
+                body.ChatChunkChoice(
+                    index=event.index, delta=body.Delta(content=event.text), logprobs=logprobs
+                )
+            )
+        if event.finish_reason is not None:
+            yield self._chunk(
+                body.ChatChunkChoice(index=event.index, delta=body.Delta(), finish_reason=event.finish_reason)
+            )
+
+    def closing(self, usage: Usage) -> Iterator[body.ChatChunk]:
+        """A chunk without choices."""
+        if self._label.includes_usage:
+            yield self._chunk(usage=usage_body(usage))
+
+    def fold(self, chunks: Sequence[body.ChatChunk]) -> body.ChatCompletion:
+        """`chat.completion`."""
+        pieces = _by_index(choice for chunk in chunks for choice in chunk.choices)
+        choices = [_fold_chat_choice(i, pieces[i]) for i in range(self._label.num_choices)]
+        return body.ChatCompletion(
+            id=self._label.id,
+            object="chat.completion",
+            created=self._label.created,
+            model=self._label.model,
+            system_fingerprint=self._fingerprint,
+            service_tier=self._label.service_tier,
+            usage=chunks[-1].usage,
+            choices=choices,
+        )
+
+    def _chunk(
+        self, choice: body.ChatChunkChoice | None = None, usage: body.UsageBody | None = None
+    ) -> body.ChatChunk:
+        return body.ChatChunk(
+            id=self._label.id,
+            object="chat.completion.chunk",
+            created=self._label.created,
+            model=self._label.model,
+            system_fingerprint=self._fingerprint,
+            service_tier=self._label.service_tier,
+            usage=usage if self._label.includes_usage else UNSET,
+            choices=[] if choice is None else [choice],
+        )
+
+
+class TextAnswer:
+    """Chunks of a raw completion. A prompt's choices follow those of the prompt before it."""
+
+    def __init__(self, label: Label, num_prompts: int) -> None:
+        self._label = label
+        self._fingerprint: str | None = None
+        self._texts = [""] * (num_prompts * label.num_choices)
+
+    def opening(self, fingerprint: str) -> Iterator[body.TextCompletion]:
+        """Nothing: text starts with text."""
+        self._fingerprint = fingerprint
+        return iter(())
+
+    def chunks(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[body.TextCompletion]:
+        """Text and why it ended, together."""
+        index = prompt * self._label.num_choices + event.index
+        finish_reason = event.finish_reason if isinstance(event, Chunk) else None
+        if event.text or event.logprobs or finish_reason is not None:
+            logprobs = (
+                None
+                if event.logprobs is None
+                else text_logprobs(event.logprobs, self._texts[index], event.text)
+            )
+            self._texts[index] += event.text
+            choice = body.TextChoice(
+                index=index, text=event.text, logprobs=logprobs, finish_reason=finish_reason
+            )
+            yield self._completion([choice])
+
+    def closing(self, usage: Usage) -> Iterator[body.TextCompletion]:
+        """A chunk without choices."""
+        if self._label.includes_usage:
+            yield self._completion([], usage_body(usage))
+
+    def fold(self, chunks: Sequence[body.TextCompletion]) -> body.TextCompletion:
+        """`text_completion`, whole."""
+        pieces = _by_index(choice for chunk in chunks for choice in chunk.choices)
+        choices = [_fold_text_choice(i, pieces[i]) for i in range(len(self._texts))]
+        usage = chunks[-1].usage
+        return self._completion(choices, usage if isinstance(usage, body.UsageBody) else None)
+
+    def _completion(
+        self, choices: list[body.TextChoice], usage: body.UsageBody | None = None
+    ) -> body.TextCompletion:
+        return body.TextCompletion(
+            id=self._label.id,
+            object="text_completion",
+            created=self._label.created,
+            model=self._label.model,
+            system_fingerprint=self._fingerprint,
+            usage=usage if self._label.includes_usage else UNSET,
+            choices=choices,
+        )
+
+
+def text_logprobs(tokens: Iterable[TokenLogprob], before: str, text: str) -> body.TextLogprobs:
+    """The older form for tokens whose text is `text` and comes after `before`.
+
+    A token's offset is the place of its first character that no earlier token had begun; a token that is
+    part of a character has the offset of that character.
+    """
+    result = body.TextLogprobs([], [], [], [])
+    seen = b""
+    for token in tokens:
+        # The text may be shorter than its tokens: a stop string can end within one.
+        offset = min(len(seen.decode(errors="ignore")), len(text))
+        seen += token.bytes
+        result.tokens.append(_old_name(token.token, token.bytes))
+        result.text_offset.append(len(before) + offset)
+        result.token_logprobs.append(None if token.logprob is None else finite(token.logprob))
+        result.top_logprobs.append(_old_top(token))
+    return result
+
+
+def _old_top(token: TokenLogprob) -> dict[str, float] | None:
+    if token.logprob is None:
+        return None
+    top = {_old_name(each.token, each.bytes): finite(each.logprob) for each in token.top}
+    return {**top, _old_name(token.token, token.bytes): finite(token.logprob)}
+
+
+def _old_name(token: str, raw: bytes) -> str:
+    """Part of a character has no name as text; two such tokens must not share an entry in a dict."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    return token
+
+
+def _chat_token(token: TokenLogprob) -> body.TokenLogprobBody:
+    assert token.logprob is not None, "only a prompt's first token has no log-probability"
+    top = [body.TopLogprobBody(each.token, finite(each.logprob), list(each.bytes)) for each in token.top]
+    return body.TokenLogprobBody(token.token, finite(token.logprob), list(token.bytes), top)
+
+
+def _by_index(pieces: Iterable[P]) -> Mapping[int, list[P]]:
+    grouped: dict[int, list[P]] = defaultdict(list)
+    for piece in pieces:
+        grouped[piece.index].append(piece)
+    return grouped
+
+
+def _fold_chat_choice(index: int, pieces: list[body.ChatChunkChoice]) -> body.ChatChoice:
+    text = "".join(piece.delta.content for piece in pieces if piece.delta.content is not UNSET)
+    tokens = [piece.logprobs.content for piece in pieces if piece.logprobs is not None]
+    return body.ChatChoice(
+        index=index,
+        message=body.ChatMessage(role="assistant", content=text),
+        logprobs=body.ChatLogprobs([token for each in tokens for token in each]) if tokens else None,
+        finish_reason=_finish_reason(pieces),
+    )
+
+
+def _fold_text_choice(index: int, pieces: list[body.TextChoice]) -> body.TextChoice:
+    parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    logprobs = body.TextLogprobs(
+        [each for part in parts for each in part.tokens],
+        [each for part in parts for each in part.token_logprobs],
+        [each for part in parts for each in part.top_logprobs],
+        [each for part in parts for each in part.text_offset],
+    )
+    return body.TextChoice(
+        index=index,
+        text="".join(piece.text for piece in pieces),
+        logprobs=logprobs if parts else None,
+        finish_reason=_finish_reason(pieces),
+    )
+
+
+def _finish_reason(pieces: Sequence[body.ChatChunkChoice | body.TextChoice]) -> str | None:
+    return next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason is not None), None)

@@ -1,0 +1,78 @@
+"""From a request's body to a Struct, or to an error that says what is wrong with it and where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TypeVar
+
+import msgspec
+
+from .errors import InvalidType, InvalidValue, MalformedJson, MissingField, UnknownField
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# The forms of msgspec's messages; tests/gateway/test_errors.py holds each of them.
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
+_AT_BYTE = re.compile(r"(?P<what>.*) \(byte (?P<offset>\d+)\)")
+_PATH = re.compile(r" - at `\$\.?(?P<path>.*?)`$")
+
+
+def decode(body: bytes, shape: type[T]) -> T:
+    """Decode JSON into `shape`. Raises an `InvalidRequest` whose `param` is a path: `messages[0].content`."""
+    try:
+        return msgspec.json.decode(body, type=shape)
+    except msgspec.ValidationError as error:
+        raise _wrong_shape(str(error), shape) from None
+    except msgspec.DecodeError as error:
+        raise MalformedJson(_where_it_breaks(body, str(error))) from None
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A sentence that names the nearest of `names`, with a space before it; empty if none is near."""
+    nearest = get_close_matches(name, list(names), n=1)
+    return f" Did you mean '{nearest[0]}'?" if nearest else ""
+
+
+def _where_it_breaks(body: bytes, problem: str) -> str:
+    offset = len(body)
+    if match := _AT_BYTE.fullmatch(problem):
+        problem, offset = match["what"], int(match["offset"])
+        # msgspec names the byte after the first that is too many.
+        offset -= problem.endswith("trailing characters")
+    else:
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            offset = error.start
+    before = body[:offset]
+    line, column = before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1
+    place = f"at line {line}, column {column} (byte {offset} of {len(body)})"
+    return f"The body is not valid JSON: {problem.removeprefix('JSON is malformed: ')} {place}."
+
+
+def _wrong_shape(problem: str, shape: type[msgspec.Struct]) -> Exception:
+    path = ""
+    if match := _PATH.search(problem):
+        path, problem = match["path"].removesuffix("[...]"), problem[: match.start()]
+    if match := _UNKNOWN.fullmatch(problem):
+        name = match["name"]
+        # Only the top level's names are at hand; deeper objects have few fields.
+        hint = "" if path else did_you_mean(name, shape.__struct_fields__)
+        param = _join(path, name)
+        return UnknownField(f"Unknown parameter: '{param}'.{hint}", param)
+    if match := _MISSING.fullmatch(problem):
+        param = _join(path, match["name"])
+        return MissingField(f"Missing required parameter: '{param}'.", param)
+    what = problem[0].lower() + problem[1:]
+    if not problem.startswith("Expected"):
+        return InvalidValue(f"Invalid value for '{path}': {what}.", path or None)
+    if not path:
+        return InvalidType(f"Invalid body: {what}.")
+    return InvalidType(f"Invalid type for '{path}': {what}.", path)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

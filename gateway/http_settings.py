@@ -1,0 +1,12 @@
+"""What the HTTP side is started with."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class HttpSettings(Struct, frozen=True, kw_only=True):
+    """Limits of the HTTP side. A stream gets a comment line after `keep_alive_s` seconds of silence."""
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    keep_alive_s: float = 10.0

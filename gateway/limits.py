@@ -1,0 +1,62 @@
+"""Ranges of request values, checked by one table."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from .errors import InvalidValue
+
+MAX_N = 128
+MAX_PROMPTS = 128
+MAX_STOPS = 4
+MAX_CHAT_LOGPROBS = 20
+MAX_TEXT_LOGPROBS = 5
+MAX_COUNT = 2**31 - 1
+
+
+class Range(Struct, frozen=True, kw_only=True):
+    """`low` to `high`, both allowed unless `above_low`; None is no limit."""
+
+    low: float
+    high: float | None = None
+    above_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if self.high is not None and value > self.high:
+            return False
+        return value > self.low if self.above_low else value >= self.low
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"greater than {self.low:g}" if self.above_low else f"at least {self.low}"
+        if self.above_low:
+            return f"greater than {self.low} and at most {self.high}"
+        return f"between {self.low} and {self.high}"
+
+
+RANGES = {
+    "temperature": Range(low=0, high=2),
+    "top_p": Range(low=0, high=1, above_low=True),
+    "min_p": Range(low=0, high=1),
+    "top_k": Range(low=-1, high=MAX_COUNT),
+    "presence_penalty": Range(low=-2, high=2),
+    "frequency_penalty": Range(low=-2, high=2),
+    "repetition_penalty": Range(low=0, above_low=True),
+    "seed": Range(low=-(2**63), high=2**63 - 1),
+    "max_completion_tokens": Range(low=1, high=MAX_COUNT),
+    "min_tokens": Range(low=0, high=MAX_COUNT),
+    "n": Range(low=1, high=MAX_N),
+    "best_of": Range(low=1, high=MAX_N),
+    "top_logprobs": Range(low=0, high=MAX_CHAT_LOGPROBS),
+}
+MAX_TOKENS = RANGES["max_completion_tokens"]
+MAX_TOKENS_WITH_ECHO = Range(low=0, high=MAX_COUNT)
+"""An echo without output scores the prompt."""
+TOKEN_ID = Range(low=0, high=MAX_COUNT)
+BIAS = Range(low=-100, high=100)
+
+
+def check_range(name: str, value: float, allowed: Range) -> None:
+    """Raise `InvalidValue`, with the value and the limit, if it is not allowed."""
+    if value not in allowed:
+        raise InvalidValue(f"'{name}' must be {allowed}, but it is {value}.", name)

@@ -1,0 +1,192 @@
+"""What `/metrics` says.
+
+Names are vLLM's (`vllm:`, with its label `model_name`) where vLLM has the metric, since people own dashboards
+for those; the rest starts with `surefoot_`. Each server has its own registry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from surefoot.backends.base import Backend
+from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
+
+from .record import RequestRecord
+
+# Litestar adds the charset itself.
+CONTENT_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
+MODEL = ("model_name",)
+# Finer than vLLM's at the short end: small models answer in milliseconds.
+TOKEN_BUCKETS = (
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    40,
+)
+WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+REQUEST_BUCKETS = (0.1, 0.3, 0.5, 1, 1.5, 2.5, 5, 10, 15, 30, 60, 120, 240, 480, 960, 1920)
+LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5)
+
+
+class Reading(Struct, frozen=True):
+    """A metric that is read off a backend's stats."""
+
+    name: str
+    text: str
+    read: Callable[[BackendStats], float]
+
+
+GAUGES = (
+    Reading("vllm:num_requests_running", "Requests that are being computed.", lambda s: s.num_running),
+    Reading("vllm:num_requests_waiting", "Requests that wait for their first step.", lambda s: s.num_waiting),
+    Reading("vllm:kv_cache_usage_perc", "Share of the cache's blocks in use; 1 is all.", lambda s: _usage(s)),
+    Reading("surefoot_cache_blocks", "Blocks that the cache has.", lambda s: s.num_blocks),
+    Reading("surefoot_cache_blocks_used", "Blocks that requests hold.", lambda s: s.num_blocks_used),
+)
+COUNTERS = (
+    Reading("vllm:prompt_tokens", "Prompt tokens of requests.", lambda s: s.prompt_tokens_total),
+    Reading("vllm:generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
+    Reading("vllm:num_preemptions", "Requests put back for want of blocks.", lambda s: s.preemptions_total),
+    Reading("surefoot_engine_steps", "Steps of the engine.", lambda s: s.steps_total),
+    Reading("surefoot_engine_restarts", "Restarts of a failed engine.", lambda s: s.engine_restarts_total),
+)
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(BackendCollector(backends))
+
+        def seconds(
+            name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = MODEL
+        ) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self._ttft = seconds("vllm:time_to_first_token_seconds", "Until the first token.", WAIT_BUCKETS)
+        self._gaps = seconds("vllm:inter_token_latency_seconds", "Between pieces of output.", TOKEN_BUCKETS)
+        self._tpot = seconds(
+            "vllm:request_time_per_output_token_seconds",
+            "A request's mean per token after the first.",
+            TOKEN_BUCKETS,
+        )
+        self._queue = seconds("vllm:request_queue_time_seconds", "Until the first step.", WAIT_BUCKETS)
+        self._e2e = seconds("vllm:e2e_request_latency_seconds", "Whole request.", REQUEST_BUCKETS)
+        self._lag = seconds("surefoot_event_loop_lag_seconds", "How late the event loop is.", LAG_BUCKETS, ())
+        self._success = Counter(
+            "vllm:request_success",
+            "Choices that ended, by reason.",
+            (*MODEL, "finished_reason"),
+            registry=registry,
+        )
+        self._requests = Counter(
+            "surefoot_requests", "HTTP requests.", ("tenant", "route", "method", "status"), registry=registry
+        )
+
+    def render(self) -> bytes:
+        """Everything in Prometheus's text format (`CONTENT_TYPE`)."""
+        return generate_latest(self._registry)
+
+    def gap_meter(self, model: str) -> GapMeter:
+        """Something that measures the time between pieces of output of one request."""
+        return GapMeter(self._gaps.labels(model))
+
+    def observe_lag(self, seconds: float) -> None:
+        """Note how late the event loop woke up."""
+        self._lag.observe(seconds)
+
+    def observe_request(self, record: RequestRecord) -> None:
+        """Count a request that is over."""
+        # Routes and methods that do not exist are the client's invention: one label for all of them.
+        known = record.route is not None
+        labels = (record.tenant_id or "", record.route or "unknown", record.method if known else "unknown")
+        self._requests.labels(*labels, str(record.status)).inc()
+        if record.model is None:
+            return
+        for reason in _reasons(record):
+            self._success.labels(record.model, reason).inc()
+        self._e2e.labels(record.model).observe(record.elapsed_s)
+        for each in record.timings:
+            self._queue.labels(record.model).observe(each.queue_s)
+            if each.ttft_s is not None:
+                self._ttft.labels(record.model).observe(each.ttft_s)
+            if each.tpot_s is not None:
+                self._tpot.labels(record.model).observe(each.tpot_s)
+
+
+class GapMeter:
+    """Observes the time between one chunk of a choice and the next."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._last_s: dict[tuple[int, int], float] = {}
+
+    def observe(self, prompt: int, event: PromptEcho | Chunk) -> None:
+        """Call when the event comes in; an echo is not output."""
+        if isinstance(event, PromptEcho):
+            return
+        now, key = time.perf_counter(), (prompt, event.index)
+        if key in self._last_s:
+            self._histogram.observe(now - self._last_s[key])
+        self._last_s[key] = now
+
+
+class BackendCollector(Collector):
+    """Turns the backends' stats into metrics at each scrape."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = backends
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per metric, one sample per backend that knows its model."""
+        known = [backend for backend in self._backends if backend.models]
+        stats = [(backend.models[0].id, backend.stats) for backend in known]
+        for reading in GAUGES:
+            yield _filled(GaugeMetricFamily(reading.name, reading.text, labels=MODEL), reading, stats)
+        for reading in COUNTERS:
+            yield _filled(CounterMetricFamily(reading.name, reading.text, labels=MODEL), reading, stats)
+        ready = GaugeMetricFamily("surefoot_backend_ready", "1 while requests can be taken.", labels=MODEL)
+        for backend in known:
+            ready.add_metric([backend.models[0].id], backend.status.state is BackendState.READY)
+        yield ready
+
+
+F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
+
+
+def _filled(family: F, reading: Reading, stats: Iterable[tuple[str, BackendStats]]) -> F:
+    for model, each in stats:
+        family.add_metric([model], reading.read(each))
+    return family
+
+
+def _usage(stats: BackendStats) -> float:
+    return stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0
+
+
+def _reasons(record: RequestRecord) -> list[str]:
+    if record.client_gone:
+        return [*record.finish_reasons, "abort"]
+    return [*record.finish_reasons, "error"] if record.error else record.finish_reasons

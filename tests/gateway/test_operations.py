@@ -1,0 +1,321 @@
+"""What an operator sees: health, metrics, logs, and how the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from litestar.testing import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
+
+from surefoot.backends.errors import EngineFailed
+from surefoot.backends.fake import FakeBackend, Script
+from surefoot.gateway.app import create_app
+from surefoot.gateway.logs import configure_logs
+from surefoot.gateway.tenants import Tenant, Tenants, new_key
+from surefoot.policies.baseline import BaselinePolicy
+
+from .harness import Serve
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "my secret question"}]}
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample of a scrape, by name and labels."""
+    return {
+        (each.name, frozenset(each.labels.items())): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+    }
+
+
+@pytest.mark.anyio
+async def test_live_while_loading() -> None:
+    """While a backend loads the server is live, not ready, says why, and refuses requests with a 503."""
+    gate = asyncio.Event()
+    backend = FakeBackend(start_gate=gate)
+    app = create_app([backend], Tenants(), BaselinePolicy())
+    transport = httpx.ASGITransport(app=app)
+    async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        assert (await client.get("/health/live")).status_code == 200
+        waiting = await client.get("/health/ready")
+        assert (waiting.status_code, waiting.json()["reason"]) == (503, "the fake backend was not started")
+        assert waiting.headers["retry-after"]
+        assert (await client.post(CHAT, json=BODY)).json()["error"]["code"] == "not_ready"
+        gate.set()
+        await app.state.lifecycle.started.wait()
+        assert (await client.get("/health/ready")).json() == {"status": "ready"}
+        stopping = asyncio.create_task(app.state.lifecycle.stop(1))
+        await asyncio.sleep(0)
+        assert (await client.get("/health/ready")).json()["reason"] == "the server is shutting down"
+        await stopping
+
+
+def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
+    """Requests are counted under vLLM's names, with its label, and ours."""
+    http.post(CHAT, json=BODY)
+    http.post(CHAT, json=BODY | {"n": 2, "max_tokens": 3, "stream": True})
+    backend.script = Script(error=EngineFailed("Down."), error_at=1)
+    http.post(CHAT, json=BODY)
+    http.post(CHAT, json=BODY | {"temperature": 9})
+    http.post(CHAT, json=BODY | {"model": "invented"})
+    http.request("FROB", "/invented")
+    response = http.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+    seen = samples(response.text)
+
+    def value(name: str, **labels: str) -> float:
+        return seen[name, frozenset(labels.items())]
+
+    model = {"model_name": "fake"}
+    assert value("vllm:prompt_tokens_total", **model) == 9
+    assert value("vllm:generation_tokens_total", **model) == 11
+    for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert value(gauge, **model) == 0
+    assert value("vllm:num_preemptions_total", **model) == 0
+    for histogram in (
+        "vllm:time_to_first_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+        "vllm:request_queue_time_seconds",
+    ):
+        assert value(histogram + "_count", **model) == 2
+    assert value("vllm:e2e_request_latency_seconds_count", **model) == 3
+    assert value("vllm:inter_token_latency_seconds_count", **model) == 3 + 2 * 2
+    for reason, count in (("stop", 1), ("length", 2), ("error", 1)):
+        assert value("vllm:request_success_total", finished_reason=reason, **model) == count
+    chat = {"tenant": "local", "route": CHAT, "method": "POST"}
+    for status, count in (("200", 2), ("503", 1), ("400", 1), ("404", 1)):
+        assert value("surefoot_requests_total", status=status, **chat) == count
+    assert value("surefoot_requests_total", tenant="", route="unknown", method="unknown", status="404") == 1
+    assert value("surefoot_backend_ready", **model) == 1
+    assert value("surefoot_cache_blocks", **model) == 100
+    assert value("surefoot_engine_restarts_total", **model) == 0
+    assert not any("invented" in str(labels) for _, labels in seen)
+
+
+@pytest.mark.anyio
+async def test_lag_of_the_event_loop_is_measured(serve: Serve) -> None:
+    """A loop that is held up for 0.3 s shows in the histogram."""
+    async with serve() as gateway:
+        time.sleep(0.3)  # noqa: ASYNC251 (this is the lag)
+        await asyncio.sleep(0.06)
+        seen = samples((await gateway.client.get("/metrics")).text)
+    assert seen["surefoot_event_loop_lag_seconds_sum", frozenset()] > 0.2
+
+
+def test_two_servers_do_not_share_metrics() -> None:
+    """Each application counts for itself."""
+    for _ in range(2):
+        with TestClient(create_app([FakeBackend()], Tenants(), BaselinePolicy())) as client:
+            client.get("/v1/models")
+            lines = client.get("/metrics").text.splitlines()
+            (line,) = [line for line in lines if line.startswith("surefoot_requests_total")]
+            assert line.endswith(" 1.0")
+
+
+def test_a_path_cannot_forge_a_log_line(http: TestClient) -> None:
+    """A line break in a path is logged in its quoted form."""
+    with capture_logs() as logs:
+        http.get("/nope%0A2026-01-01 [info] forged")
+    assert logs[-1]["path"] == "/nope%0A2026-01-01%20%5Binfo%5D%20forged"
+
+
+def test_one_event_per_request() -> None:
+    """A request's end is one event with ids, counts and times."""
+    key, key_hash = new_key()
+    tenants = Tenants([Tenant(id="acme", key_hashes=(key_hash,))])
+    headers = {"authorization": f"Bearer {key}", "x-request-id": "mine"}
+    with TestClient(create_app([FakeBackend()], tenants, BaselinePolicy())) as client:
+        assert client.get("/health/ready").status_code == 200
+        with capture_logs() as logs:
+            client.post(CHAT, json=BODY | {"stream": True}, headers=headers)
+    (event,) = logs
+    times = {name: event.pop(name) for name in ("queue_s", "ttft_s", "tpot_s", "total_s")}
+    assert all(0 <= value < 5 for value in times.values())
+    assert event.pop("completion_id").startswith("chatcmpl-")
+    assert event == {
+        "event": "request.finished",
+        "log_level": "info",
+        "request_id": "mine",
+        "tenant": "acme",
+        "method": "POST",
+        "path": CHAT,
+        "status": 200,
+        "model": "fake",
+        "stream": True,
+        "prompt_tokens": 3,
+        "output_tokens": 4,
+        "cached_tokens": 0,
+        "finish_reason": "stop",
+    }
+
+
+def test_probes_are_quiet(http: TestClient) -> None:
+    """Health checks and scrapes are logged at debug level, unless they fail."""
+    with capture_logs() as logs:
+        http.get("/health/live")
+        http.get("/metrics")
+        http.get("/health/nope")
+    assert [each["log_level"] for each in logs] == ["debug", "debug", "info"]
+
+
+@pytest.fixture
+def restored_logs() -> Iterator[None]:
+    """Puts logging back as it was."""
+    config, root = structlog.get_config(), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.configure(**config)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("restored_logs")
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_prompts_and_keys_are_never_logged(log_format: Any) -> None:
+    """Whatever goes wrong, no log line has a word of a prompt, of an answer, or of a key."""
+    out = io.StringIO()
+    configure_logs(log_format, "debug", out)
+    key, key_hash = new_key()
+    tenants = Tenants([Tenant(id="acme", key_hashes=(key_hash,))])
+    backend = FakeBackend()
+    scripts = [
+        Script(),
+        Script(error_at_start=ValueError("my secret question")),
+        Script(error=ValueError("my secret question"), error_at=2),
+        Script(error=EngineFailed("Down."), error_at=2),
+    ]
+    with TestClient(
+        create_app([backend], tenants, BaselinePolicy()), raise_server_exceptions=False
+    ) as client:
+        for script in scripts:
+            backend.script = script
+            for fields in ({}, {"stream": True}, {"temperature": 9}, {"my secret question": 1}):
+                client.post(CHAT, json=BODY | fields, headers={"authorization": f"Bearer {key}"})
+        client.post(CHAT, json=BODY, headers={"authorization": "Bearer sf-my-wrong-key"})
+        client.post(
+            CHAT, content=b'{"messages": "my secret question', headers={"authorization": f"Bearer {key}"}
+        )
+    logged = out.getvalue()
+    assert logged.count("request.finished") == 18
+    assert "request.crashed" in logged
+    assert "ValueError" in logged
+    for secret in ("secret", "world", key, key_hash, "sf-"):
+        assert secret not in logged
+
+
+@pytest.mark.usefixtures("restored_logs")
+def test_json_lines() -> None:
+    """Each line is one JSON object with time, level and event, a library's warning as well."""
+    out = io.StringIO()
+    configure_logs("auto", "info", out)
+    structlog.get_logger().info("thing.happened", size=3)
+    structlog.get_logger().debug("thing.ignored")
+    logging.getLogger("uvicorn.error").warning("Odd: %s", "x")
+    logging.getLogger("uvicorn.error").info("Noise")
+    first, second = map(json.loads, out.getvalue().splitlines())
+    assert (first["event"], first["level"], first["size"]) == ("thing.happened", "info", 3)
+    assert (second["event"], second["level"]) == ("Odd: x", "warning")
+    assert first["timestamp"].endswith("Z")
+
+
+@contextmanager
+def server_process(**options: Any) -> Iterator[subprocess.Popen[str]]:
+    """The program `fake_server.py`, ended at the latest with the block."""
+    program = Path(__file__).with_name("fake_server.py")
+    with subprocess.Popen(
+        [sys.executable, "-P", str(program), json.dumps(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """The line that the program prints when it serves."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def begin_stream(client: httpx.Client, url: str) -> httpx.Response:
+    """Start a stream and read its first event."""
+    response = client.send(
+        client.build_request("POST", url + CHAT, json=BODY | {"stream": True}), stream=True
+    )
+    assert response.status_code == 200
+    return response
+
+
+def test_sigterm_lets_running_requests_end_within_the_limit() -> None:
+    """After SIGTERM a stuck stream gets an error event when the drain is over; the exit status is 0."""
+    with server_process(gated=True, drain_s=0.5) as process, httpx.Client(timeout=20) as client:
+        url = url_of(process)
+        response = begin_stream(client, url)
+        begun = time.perf_counter()
+        process.send_signal(signal.SIGTERM)
+        text = response.read().decode()
+        assert 0.4 < time.perf_counter() - begun < 5
+        assert '"code":"not_ready"' in text
+        assert "[DONE]" not in text
+        assert process.wait(timeout=10) == 0
+        with pytest.raises(httpx.ConnectError):
+            client.get(url + "/health/live")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_ends_at_once(number: signal.Signals) -> None:
+    """Without requests there is nothing to wait for."""
+    with server_process(drain_s=30) as process:
+        assert url_of(process)
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 0
+
+
+def test_a_second_sigint_leaves_at_once() -> None:
+    """Ctrl-C twice does not wait for the stuck stream."""
+    with server_process(gated=True, drain_s=60) as process, httpx.Client(timeout=20) as client:
+        begin_stream(client, url_of(process))
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) == 130
+
+
+def test_a_backend_that_cannot_start_ends_the_server() -> None:
+    """The process exits with 1 and logs why, without ever saying that it serves."""
+    with server_process(fails=True) as process:
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (1, "")
+    assert "no such weights" in err
+
+
+def test_an_address_in_use_ends_the_server() -> None:
+    """The process exits with 1 and logs the address that it could not have."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with server_process(port=port) as process:
+            out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (1, "")
+    assert str(port) in err
