@@ -44,7 +44,7 @@ BASELINE_PLAN = ServingPlan(name="baseline")
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """What a client may ask of sampling. Ranges are checked where the request enters (gateway/schemas.py).
+    """What a client may ask of sampling. Ranges are checked where the request enters (gateway/limits.py).
 
     The token at a position is `argmax(processed_logits / temperature + Gumbel(seed, choice, position))`;
     `temperature` 0 is greedy and adds no noise. `logprobs` is None for none, else the number of

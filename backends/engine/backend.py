@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import structlog
 import torch
@@ -150,7 +150,7 @@ class EngineBackend:
         await asyncio.to_thread(self._thread.join)
         self._watchdog.close()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Backend.generate`."""
         self._check_open()
         token_ids = await asyncio.to_thread(self._encode, request.prompt)

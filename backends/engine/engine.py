@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surefoot.backends.errors import BackendError, DeadlineExceeded, RequestFault
 from surefoot.backends.types import (
+    ChatPrompt,
     Chunk,
     Event,
     Finished,
@@ -107,8 +108,9 @@ class Engine:
         """Queue a request that `admission` has accepted."""
         params = request.message.params
         self._requests[request.key] = request
+        continues = not isinstance(request.message.prompt, ChatPrompt)
         for choice in range(params.n):
-            detokenizer = self._tokenizer.detokenizer()
+            detokenizer = self._tokenizer.detokenizer(continues=continues)
             stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
             sequence = Sequence(request, choice, stream)
             request.sequences.append(sequence)

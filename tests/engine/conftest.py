@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from surefoot.backends.catalog import locate_model
 from surefoot.backends.engine.backend import EngineParts
@@ -16,5 +15,6 @@ from surefoot.backends.engine.start import EngineOptions, load_parts
 def parts(cache_dir: Path) -> EngineParts:
     """SmolLM2-135M with float32 weights and a 16-bit cache."""
     return load_parts(
-        EngineOptions(model=locate_model("smollm2"), model_id="m", cache_dir=cache_dir, dtype=torch.float32), print
+        EngineOptions(model=locate_model("smollm2"), model_id="m", cache_dir=cache_dir, dtype="float32"),
+        print,
     )

@@ -1,0 +1,232 @@
+"""The engine behind the `Backend` protocol: faults, restarts, limits, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from surefoot.backends.engine.backend import EXIT_HUNG, EngineBackend, EngineParts
+from surefoot.backends.engine.engine import Engine, Output
+from surefoot.backends.engine.settings import EngineSettings
+from surefoot.backends.errors import ContextTooLong, EngineFailed, InvalidPrompt, NotReady, Overloaded, RequestError
+from surefoot.backends.types import (
+    BackendState,
+    Chunk,
+    Event,
+    Finished,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    TextPrompt,
+    TokenPrompt,
+)
+
+from .harness import MIB
+
+ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class FragileEngine(Engine):
+    """An engine whose steps raise while `broken` is set, and block while `held` is."""
+
+    broken = threading.Event()
+    held = threading.Event()
+
+    def step(self) -> list[Output]:
+        """Fail or wait if a test says so."""
+        if self.broken.is_set():
+            self.broken.clear()
+            raise RuntimeError("the fault under test")
+        while self.held.is_set():
+            threading.Event().wait(0.01)
+        return super().step()
+
+
+def request(prompt: str = "Once upon a time", **params: Any) -> GenerateRequest:
+    """A greedy request."""
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt=TextPrompt(prompt),
+        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **params}),
+    )
+
+
+async def collect(backend: EngineBackend, message: GenerateRequest) -> list[Event]:
+    """All events of one request."""
+    return [event async for event in backend.generate(message)]
+
+
+def serve(parts: EngineParts, use: Callable[[EngineBackend], Any], **limits: Any) -> None:
+    """Start a backend, let `use` have it, stop it."""
+
+    async def main() -> None:
+        settings = EngineSettings(cache_bytes=64 * MIB, **limits)
+        backend = EngineBackend("m", lambda: parts, settings, make_engine=FragileEngine)
+        await backend.start()
+        try:
+            await use(backend)
+        finally:
+            await backend.stop(0)
+
+    asyncio.run(main())
+
+
+def test_events_come_in_order(parts: EngineParts) -> None:
+    """`Started` first, `Finished` last with the counts of what was sent; the stats come to rest."""
+
+    async def use(backend: EngineBackend) -> None:
+        events = await collect(backend, request())
+        assert isinstance(events[0], Started)
+        assert isinstance(events[-1], Finished)
+        sent = sum(len(event.token_ids) for event in events if isinstance(event, Chunk))
+        assert events[-1].usage.num_output_tokens == sent == 4
+        assert events[-1].usage.num_prompt_tokens == events[0].num_prompt_tokens
+        timings = events[-1].timings
+        assert timings.ttft_s is not None
+        assert timings.queue_s <= timings.ttft_s <= timings.total_s
+        assert backend.stats.output_tokens_total == 4
+
+    serve(parts, use)
+
+
+def test_a_failed_engine_is_replaced(parts: EngineParts) -> None:
+    """Clients of a failed step get `EngineFailed`; the next request is served as if nothing had been."""
+
+    async def use(backend: EngineBackend) -> None:
+        healthy = await collect(backend, request())
+        generation = backend.generate(request(max_tokens=500, ignore_eos=True))
+        await anext(generation)
+        await anext(generation)
+        FragileEngine.broken.set()
+        with pytest.raises(EngineFailed):
+            async for _ in generation:
+                pass
+        while backend.status.state is not BackendState.READY:
+            await asyncio.sleep(0.01)
+        again = await collect(backend, request())
+        assert again[1:-1] == healthy[1:-1]
+        assert backend.stats.engine_restarts_total == 1
+        assert backend.stats.num_blocks_used == 0
+
+    serve(parts, use)
+
+
+def test_an_engine_that_cannot_be_replaced_stays_unready(parts: EngineParts) -> None:
+    """When the new engine fails too, every client gets an error and the status says why."""
+
+    async def use(backend: EngineBackend) -> None:
+        backend._make_engine = broken_engine
+        generation = backend.generate(request(max_tokens=500, ignore_eos=True))
+        await anext(generation)
+        FragileEngine.broken.set()
+        with pytest.raises(EngineFailed):
+            async for _ in generation:
+                pass
+        with pytest.raises(EngineFailed):
+            await collect(backend, request())
+        assert backend.status.state is BackendState.FAILED
+        assert "restarted" in backend.status.detail
+
+    serve(parts, use)
+
+
+def broken_engine(*_: Any, **__: Any) -> Engine:
+    """No engine."""
+    raise MemoryError("the fault under test")
+
+
+def test_bad_requests_are_refused_before_they_start(parts: EngineParts) -> None:
+    """What cannot be served is refused at once, with the numbers."""
+
+    async def use(backend: EngineBackend) -> None:
+        with pytest.raises(ContextTooLong, match=r"at most 100 tokens, but the prompt has \d+") as long:
+            await collect(backend, request("word " * 200))
+        assert long.value.param == "prompt"
+        with pytest.raises(ContextTooLong, match="max_tokens asks for 99 more"):
+            await collect(backend, request(max_tokens=99))
+        with pytest.raises(InvalidPrompt, match="empty"):
+            await collect(backend, request(""))
+        tokens = GenerateRequest(request_id="r", model="m", prompt=TokenPrompt((5, 49152)))
+        with pytest.raises(RequestError, match="token id 49152; this model's are 0 to 49151"):
+            await collect(backend, tokens)
+        assert backend.stats.num_waiting == backend.stats.num_running == 0
+
+    serve(parts, use, max_model_len=100)
+
+
+def test_a_full_queue_is_refused(parts: EngineParts) -> None:
+    """Beyond running and waiting requests the next one is told to come back."""
+
+    async def use(backend: EngineBackend) -> None:
+        generations = [backend.generate(request(max_tokens=300, ignore_eos=True)) for _ in range(3)]
+        for generation in generations:
+            await anext(generation)
+        with pytest.raises(Overloaded, match="3 requests"):
+            await collect(backend, request())
+        for generation in generations:
+            await generation.aclose()  # type: ignore[attr-defined]  # an async generator, as the protocol says
+        assert len(await collect(backend, request())) > 2
+
+    serve(parts, use, max_sequences=2, max_waiting=1)
+
+
+def test_closing_a_generation_frees_its_blocks(parts: EngineParts) -> None:
+    """An aborted request holds nothing after the engine's next step."""
+
+    async def use(backend: EngineBackend) -> None:
+        async with aclosing(backend.generate(request(max_tokens=500, ignore_eos=True))) as events:  # type: ignore[type-var]  # as above
+            await anext(events)
+            await anext(events)
+            assert backend.stats.num_blocks_used > 0
+        while backend.stats.num_blocks_used or backend.stats.num_running:
+            await asyncio.sleep(0.01)
+
+    serve(parts, use)
+
+
+def test_stopping_ends_what_runs(parts: EngineParts) -> None:
+    """After the drain limit a running request gets `NotReady`, and new ones are refused."""
+
+    async def main() -> None:
+        backend = EngineBackend("m", lambda: parts, EngineSettings(cache_bytes=64 * MIB))
+        with pytest.raises(NotReady):
+            await collect(backend, request())
+        await backend.start()
+        generation = backend.generate(request(max_tokens=500, ignore_eos=True))
+        await anext(generation)
+        stopping = asyncio.create_task(backend.stop(0.05))
+        with pytest.raises(NotReady, match="shutting down"):
+            async for _ in generation:
+                pass
+        await stopping
+        with pytest.raises(NotReady):
+            await collect(backend, request())
+        assert not any(thread.name.startswith("surefoot") for thread in threading.enumerate())
+
+    asyncio.run(main())
+
+
+HANG = """
+import threading
+from surefoot.backends.engine.backend import _exit_hung
+from surefoot.backends.engine.watchdog import Watchdog
+watchdog = Watchdog(0.2, _exit_hung)
+with watchdog.guard():
+    pass
+with watchdog.guard():
+    threading.Event().wait(60)
+"""
+
+
+def test_a_hung_step_ends_the_process() -> None:
+    """A step that never returns ends the process with the status that supervisors see."""
+    done = subprocess.run([sys.executable, "-c", HANG], timeout=60, check=False)
+    assert done.returncode == EXIT_HUNG
