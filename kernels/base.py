@@ -7,6 +7,7 @@ sequence: sequence b owns rows `cu_rows[b]:cu_rows[b + 1]`, in order of position
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,10 @@ from msgspec import Struct
 from torch import Tensor
 
 from .layout import BlockLayout
+from .weights import GroupWeight
+
+AnyWeight = Tensor | GroupWeight
+"""A `[out, in]` weight: 16- or 32-bit, or in groups of 32."""
 
 
 class Past(Struct, frozen=True, kw_only=True):
@@ -48,8 +53,11 @@ class Ops(Protocol):
 
     name: str
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at load."""
+    def prepare_linear(self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None) -> Any:
+        """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at load.
+
+        Several weights of one input width, of any formats, become one layer: their outputs follow one another.
+        """
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         """`x` `[N, in]` float32 -> `[N, out]` float32."""
@@ -82,6 +90,19 @@ class Ops(Protocol):
 
     def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
         """Combine two partial attentions by their log-sum-exp; an empty part has -inf."""
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_rows: Tensor,
+        layer: Tensor,
+        layout: BlockLayout,
+        past: Past,
+        scale: float,
+    ) -> Tensor:
+        """Past and present attention, merged: `[N, H, D]`. One call where an op set can save the passes between."""
 
     def commit(
         self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
@@ -16,9 +16,9 @@ def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor])
     c0, c1, c2, c3 = counter
     for _ in range(10):
         # A product of two 32-bit words wraps in int64, but its 64 bits are right: mask after the shift.
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+        k0, k1 = (k0 + KEY_STEPS[0]) & _LOW, (k1 + KEY_STEPS[1]) & _LOW
     return c0, c1, c2, c3
 
 

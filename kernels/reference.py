@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
-from .base import Past, SampleRows
+from .base import AnyWeight, Past, SampleRows
 from .layout import BLOCK_TOKENS, BlockLayout
 from .noise import gumbel_noise
+from .weights import GroupWeight, dequantise
 
 
 class DenseWeight(Struct, frozen=True):
-    """A `[out, in]` weight as it is, in 16 or 32 bits, with an optional `[out]` bias of the same dtype."""
+    """A `[out, in]` weight in 16 or 32 bits, with an optional `[out]` bias of the same dtype."""
 
     weight: Tensor
     bias: Tensor | None
@@ -26,9 +28,13 @@ class ReferenceOps:
 
     name = "reference"
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> DenseWeight:
-        """Nothing to do but to keep them together."""
-        return DenseWeight(weight.contiguous(), None if bias is None else bias.to(weight.dtype))
+    def prepare_linear(
+        self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None
+    ) -> DenseWeight:
+        """Groups become the float32 that they stand for."""
+        weights = [weight] if isinstance(weight, (Tensor, GroupWeight)) else weight
+        dense = torch.cat([w if isinstance(w, Tensor) else dequantise(w) for w in weights])
+        return DenseWeight(dense, None if bias is None else bias.to(dense.dtype))
 
     def linear(self, x: Tensor, weight: DenseWeight) -> Tensor:
         """The product is taken in the weight's dtype, the result returned in `x`'s."""
@@ -82,7 +88,11 @@ class ReferenceOps:
             rows = slice(begin, end)
             mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril()
             out[rows], lse[rows] = _attend(
-                q[rows], k[rows].permute(1, 2, 0).to(q.dtype), v[rows].transpose(0, 1).to(q.dtype), scale, mask
+                q[rows],
+                k[rows].permute(1, 2, 0).to(q.dtype),
+                v[rows].transpose(0, 1).to(q.dtype),
+                scale,
+                mask,
             )
         return out, lse
 
@@ -92,6 +102,23 @@ class ReferenceOps:
         weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
         total = weight_a + weight_b
         return out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_rows: Tensor,
+        layer: Tensor,
+        layout: BlockLayout,
+        past: Past,
+        scale: float,
+    ) -> Tensor:
+        """The three ops one after another."""
+        return self.merge(
+            *self.past_attention(q, cu_rows, layer, layout, past, scale),
+            *self.present_attention(q, k, v, cu_rows, scale),
+        )
 
     def commit(
         self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
@@ -106,7 +133,12 @@ class ReferenceOps:
         """Greedy rows take the argmax of the logits; the rest add noise to what the filters leave."""
         tokens = logits.argmax(-1)
         for r in rows.temperature.nonzero().flatten().tolist():
-            scaled = _filter(logits[r] / rows.temperature[r], int(rows.top_k[r]), float(rows.top_p[r]), float(rows.min_p[r]))
+            scaled = _filter(
+                logits[r] / rows.temperature[r],
+                int(rows.top_k[r]),
+                float(rows.top_p[r]),
+                float(rows.min_p[r]),
+            )
             noise = gumbel_noise(int(rows.seed[r]), int(rows.choice[r]), int(rows.position[r]), len(scaled))
             tokens[r] = (scaled + noise.to(scaled.device)).argmax()
         return tokens
@@ -120,7 +152,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) 
     """`q` `[T, H, D]`, `k` `[G, D, S]`, `v` `[G, S, D]`, `mask` `[T, S]` -> output `[T, H, D]`, log-sum-exp `[T, H]`."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, group = k.shape[0], num_heads // k.shape[0]
-    grouped = q.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [G, group * T, D]
+    grouped = (
+        q.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    )  # [G, group * T, D]
     scores = torch.bmm(grouped, k) * scale
     if mask is not None:
         scores.masked_fill_(~mask.repeat(group, 1), -math.inf)

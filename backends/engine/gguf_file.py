@@ -12,6 +12,8 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from msgspec import Struct
 
+from surefoot.kernels.weights import BLOCK_BYTES, GroupWeight
+
 from .gguf_config import config_from_gguf
 from .model_config import ModelConfig
 from .model_errors import BadModelFiles, UnsupportedModel
@@ -72,6 +74,14 @@ class GgufFile:
             return torch.from_numpy(np.array(dequantize(raw.data, kind), dtype=np.float32).reshape(raw.shape))
         except NotImplementedError as error:
             raise UnsupportedModel(f"{name} has the type {raw.kind}, which cannot be dequantised") from error
+
+    def groups(self, name: str) -> GroupWeight | None:
+        """The tensor in the groups that it is stored in, if they are of a kind that op sets take."""
+        raw = self.raw(name)
+        kind = raw.kind.lower()
+        if kind not in BLOCK_BYTES or len(raw.shape) != 2:
+            return None
+        return GroupWeight(kind=kind, data=torch.from_numpy(np.array(raw.data)))
 
     def raw(self, name: str) -> RawTensor:
         """The tensor as it is stored. Quantised groups lie within rows, so they survive the reordering."""

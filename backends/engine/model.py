@@ -9,10 +9,11 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from surefoot.kernels.base import Ops
+from surefoot.kernels.base import AnyWeight, Ops
 
 from .model_config import ModelConfig
 from .rope import rope_tables
+from .weight_mode import WeightMode, convert, on_device, rows_of, to_float
 from .weights import WeightSource, layer_prefix
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -45,17 +46,17 @@ class Model:
         source: WeightSource,
         ops: Ops,
         *,
-        dtype: torch.dtype,
+        mode: WeightMode,
         device: torch.device | str = "cpu",
         max_model_len: int | None = None,
     ) -> None:
-        """Read the weights from `source`: matrices in `dtype`, the rest in float32.
+        """Read the weights from `source`: matrices as `mode` says, the rest in float32.
 
         `max_model_len` bounds the positions that will be asked for (None: what the model takes).
         """
         self.config = config
         self._ops = ops
-        loader = _Loader(config, source, ops, dtype, torch.device(device))
+        loader = _Loader(config, source, ops, mode, torch.device(device))
         self._embedding = loader.matrix("model.embed_tokens.weight")
         head = self._embedding if config.tie_word_embeddings else loader.matrix("lm_head.weight")
         self._head = ops.prepare_linear(head)
@@ -69,7 +70,7 @@ class Model:
         """`token_ids` and `positions` `[N]` int64 -> normed hidden states `[N, hidden]` float32."""
         ops, eps = self._ops, self.config.rms_norm_eps
         rope = (self._cos.index_select(0, positions), self._sin.index_select(0, positions))
-        residual = self._embedding.index_select(0, token_ids).float()
+        residual = to_float(rows_of(self._embedding, token_ids))
         x = ops.rms_norm(residual, self._first_norm, eps)
         for i, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, x, rope)
@@ -87,15 +88,19 @@ class Model:
         self, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         config, ops = self.config, self._ops
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        qkv = ops.linear(x, layer.qkv).view(len(x), sum(heads), config.head_dim)
-        q, k, v = torch.split(qkv, heads, dim=1)
+        num_q, num_kv = config.num_heads, config.num_kv_heads
+        qkv = ops.linear(x, layer.qkv).unflatten(1, (num_q + 2 * num_kv, config.head_dim))
+        qk, v = qkv.split((num_q + num_kv, num_kv), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+            q, k = qk.split((num_q, num_kv), dim=1)
+            qk = torch.cat((self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)), dim=1)
         if layer.has_rope:
-            q, k = ops.rope(q, *rope), ops.rope(k, *rope)
+            qk = ops.rope(qk, *rope)
+        q, k = qk.split((num_q, num_kv), dim=1)
         return q, k, v
+
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._ops.rms_norm(x.flatten(0, 1), weight, self.config.rms_norm_eps).view(x.shape)
 
 
 class _Loader(Struct, frozen=True):
@@ -104,7 +109,7 @@ class _Loader(Struct, frozen=True):
     config: ModelConfig
     source: WeightSource
     ops: Ops
-    dtype: torch.dtype
+    mode: WeightMode
     device: torch.device
 
     def layer(self, index: int) -> LayerWeights:
@@ -126,16 +131,11 @@ class _Loader(Struct, frozen=True):
 
     def linear(self, *names: str, has_bias: bool) -> Any:
         """Linears over the same input, fused row by row."""
-        weight = self.matrix(*(f"{name}.weight" for name in names))
-        bias = self.vector(*(f"{name}.bias" for name in names)) if has_bias else None
-        return self.ops.prepare_linear(weight, bias)
+        bias = torch.cat([self.vector(f"{name}.bias") for name in names]) if has_bias else None
+        return self.ops.prepare_linear([self.matrix(f"{name}.weight") for name in names], bias)
 
-    def matrix(self, *names: str) -> Tensor:
-        return self._joined(names, self.dtype)
+    def matrix(self, name: str) -> AnyWeight:
+        return on_device(convert(self.source.tensor(name), self.mode), self.device)
 
-    def vector(self, *names: str) -> Tensor:
-        return self._joined(names, torch.float32)
-
-    def _joined(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-        tensors = [self.source.tensor(name).to(self.device, dtype) for name in names]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    def vector(self, name: str) -> Tensor:
+        return to_float(self.source.tensor(name)).to(self.device)

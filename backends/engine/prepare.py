@@ -13,7 +13,8 @@ import torch
 from msgspec import Struct
 from safetensors.torch import save_file
 
-from surefoot.kernels.base import Ops
+from surefoot.kernels.base import AnyWeight, Ops
+from surefoot.kernels.weights import GroupWeight
 
 from .gguf_file import GgufFile
 from .gguf_tokenizer import gguf_tokenizer
@@ -21,12 +22,13 @@ from .hf_folder import read_config, read_tokenizer
 from .model import Model
 from .model_config import ModelConfig
 from .model_errors import BadModelFiles, ModelNotFound
-from .safetensors_folder import INDEX_FILE, SafetensorsFolder, safetensors_files
+from .safetensors_folder import GROUP_MARK, INDEX_FILE, SafetensorsFolder, safetensors_files
 from .tokenizer import Tokenizer, TokenizerSpec
 from .weight_cache import Progress, cached_folder, sampled_digest
+from .weight_mode import WeightMode, convert
 from .weights import check_weights
 
-FORMAT = 1
+FORMAT = 2
 """Part of a prepared model's key: raise it whenever what is written changes."""
 
 SHARD_BYTES = 1 << 30
@@ -34,7 +36,7 @@ SHARD_BYTES = 1 << 30
 
 
 class LoadedModel(Struct, frozen=True):
-    """A model ready to run. `fingerprint` is the same wherever weights, config and dtype are."""
+    """A model ready to run. `fingerprint` is the same wherever weights, config and mode are."""
 
     config: ModelConfig
     model: Model
@@ -45,7 +47,7 @@ class LoadedModel(Struct, frozen=True):
 def load_model(
     path: Path,
     *,
-    dtype: torch.dtype,
+    mode: WeightMode,
     ops: Ops,
     cache_dir: Path,
     progress: Progress,
@@ -54,7 +56,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a Hugging Face folder or a GGUF file; raises `ModelError`.
 
-    A GGUF file is converted to `dtype` once, under `cache_dir`; a folder is read as it is. `max_model_len`
+    A GGUF file is converted to `mode` once, under `cache_dir`; a folder is read as it is. `max_model_len`
     bounds the positions that the model prepares for (None: what it takes).
     """
     if path.is_dir():
@@ -62,7 +64,7 @@ def load_model(
         config, tokenizer, folder = read_config(path), read_tokenizer(path), path
     elif path.is_file():
         identity = sampled_digest(path)
-        folder = _prepared(path, identity, dtype, cache_dir, progress)
+        folder = _prepared(path, identity, mode, cache_dir, progress)
         config, tokenizer = _read_prepared(folder)
     else:
         raise ModelNotFound(f"{path} is neither a folder nor a file")
@@ -71,30 +73,30 @@ def load_model(
     with SafetensorsFolder(folder) as source:
         check_weights(config, source.shapes)
         progress(f"Loading the weights of {path.name}.")
-        model = Model(config, source, ops, dtype=dtype, device=device, max_model_len=max_model_len)
-    return LoadedModel(config, model, tokenizer, _fingerprint(identity, config, dtype))
+        model = Model(config, source, ops, mode=mode, device=device, max_model_len=max_model_len)
+    return LoadedModel(config, model, tokenizer, _fingerprint(identity, config, mode))
 
 
-def _fingerprint(identity: str, config: ModelConfig, dtype: torch.dtype) -> str:
+def _fingerprint(identity: str, config: ModelConfig, mode: WeightMode) -> str:
     digest = hashlib.blake2b(digest_size=6)
-    for part in (identity.encode(), msgspec.json.encode(config), _dtype_name(dtype).encode()):
+    for part in (identity.encode(), msgspec.json.encode(config), mode.value.encode()):
         digest.update(part)
     return digest.hexdigest()
 
 
-def _prepared(path: Path, identity: str, dtype: torch.dtype, cache_dir: Path, progress: Progress) -> Path:
+def _prepared(path: Path, identity: str, mode: WeightMode, cache_dir: Path, progress: Progress) -> Path:
     """The folder of a GGUF file's converted form."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise BadModelFiles(f"{path.name} is not a GGUF file")
     stat = path.stat()
-    parts = (FORMAT, path.name, stat.st_size, stat.st_mtime_ns, identity, _dtype_name(dtype))
+    parts = (FORMAT, path.name, stat.st_size, stat.st_mtime_ns, identity, mode)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-    key = f"{path.stem}-{_dtype_name(dtype)}-{digest}"
-    return cached_folder(cache_dir, key, lambda folder: _prepare(path, dtype, folder, progress), progress)
+    key = f"{path.stem}-{mode}-{digest}"
+    return cached_folder(cache_dir, key, lambda folder: _prepare(path, mode, folder, progress), progress)
 
 
-def _prepare(path: Path, dtype: torch.dtype, folder: Path, progress: Progress) -> None:
+def _prepare(path: Path, mode: WeightMode, folder: Path, progress: Progress) -> None:
     progress(f"Preparing {path.name}, which is done once: reading the metadata.")
     gguf = GgufFile(path)
     check_weights(gguf.config, gguf.shapes)
@@ -102,25 +104,28 @@ def _prepare(path: Path, dtype: torch.dtype, folder: Path, progress: Progress) -
     (folder / "config.json").write_bytes(msgspec.json.encode(gguf.config))
     (folder / "tokenizer_spec.json").write_bytes(msgspec.json.encode(tokenizer.spec))
     tokenizer.backend.save(str(folder / "tokenizer.json"), pretty=False)
-    _write_weights(gguf, dtype, folder, progress)
+    _write_weights(gguf, mode, folder, progress)
 
 
-def _write_weights(gguf: GgufFile, dtype: torch.dtype, folder: Path, progress: Progress) -> None:
+def _write_weights(gguf: GgufFile, mode: WeightMode, folder: Path, progress: Progress) -> None:
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(_shards(gguf, dtype, progress)):
+    for number, shard in enumerate(_shards(gguf, mode, progress)):
         file_name = f"weights-{number:05}.safetensors"
         save_file(shard, folder / file_name)
         weight_map |= dict.fromkeys(shard, file_name)
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
 
 
-def _shards(gguf: GgufFile, dtype: torch.dtype, progress: Progress) -> Iterator[dict[str, torch.Tensor]]:
-    """Matrices in `dtype`, vectors (norms and biases) in float32."""
+def _shards(gguf: GgufFile, mode: WeightMode, progress: Progress) -> Iterator[dict[str, torch.Tensor]]:
+    """Matrices as `mode` says, vectors (norms and biases) in float32."""
     shard: dict[str, torch.Tensor] = {}
     quarter = 1
     for done, name in enumerate(gguf.shapes, start=1):
-        tensor = gguf.tensor(name)
-        shard[name] = tensor if tensor.ndim == 1 else tensor.to(dtype)
+        weight = _converted(gguf, name, mode)
+        if isinstance(weight, GroupWeight):
+            shard[f"{name}{GROUP_MARK}{weight.kind}"] = weight.data
+        else:
+            shard[name] = weight
         if 4 * done >= quarter * len(gguf.shapes):
             progress(f"Converting the weights: {25 * quarter} %.")
             quarter += 1
@@ -131,11 +136,15 @@ def _shards(gguf: GgufFile, dtype: torch.dtype, progress: Progress) -> Iterator[
         yield shard
 
 
+def _converted(gguf: GgufFile, name: str, mode: WeightMode) -> AnyWeight:
+    if len(gguf.shapes[name]) == 1:
+        return gguf.tensor(name)
+    if mode is WeightMode.NATIVE and (groups := gguf.groups(name)) is not None:
+        return groups
+    return convert(gguf.tensor(name), mode)
+
+
 def _read_prepared(folder: Path) -> tuple[ModelConfig, Tokenizer]:
     config = msgspec.json.decode((folder / "config.json").read_bytes(), type=ModelConfig)
     spec = msgspec.json.decode((folder / "tokenizer_spec.json").read_bytes(), type=TokenizerSpec)
     return config, Tokenizer(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), spec)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

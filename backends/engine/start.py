@@ -1,19 +1,21 @@
-"""Puts an engine together: device, threads, dtype, ops and cache size are decided here, once."""
+"""Puts an engine together: threads, weights, ops and cache size are decided here, once."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from msgspec import Struct
 
-from surefoot.kernels.reference import ReferenceOps
+from surefoot.kernels.select import select_ops
 
 from .backend import EngineBackend, EngineParts
 from .limits import available_memory_bytes, cpu_count
 from .prepare import load_model
 from .settings import EngineSettings
+from .weight_mode import WeightMode
 
 Progress = Callable[[str], None]
 
@@ -22,13 +24,12 @@ AUTO_CACHE_SHARE = 0.25
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """An operator's choices, None for `auto`. `dtype` is torch's name for it; `cache_dir` holds weights."""
+    """An operator's choices, None for `auto`. `cache_dir` holds prepared weights and compiled kernels."""
 
     model: Path
     model_id: str
     cache_dir: Path
-    device: str | None = None
-    dtype: str | None = None
+    weights: WeightMode = WeightMode.NATIVE
     threads: int | None = None
     cache_bytes: int | None = None
     max_model_len: int | None = None
@@ -59,14 +60,31 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
 
 def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     """Everything slow: prepare the weights if that has not been done, and load them."""
-    torch.set_num_threads(options.threads or cpu_count())
-    ops = ReferenceOps()
+    num_threads = options.threads or cpu_count()
+    torch.set_num_threads(num_threads)
+    ops = select_ops(
+        "cpu", cache_dir=options.cache_dir, num_threads=num_threads, progress=_compile_progress(progress)
+    )
+    progress(f"Computing with the op set {ops.name} on {num_threads} threads.")
     loaded = load_model(
         options.model,
-        dtype=getattr(torch, options.dtype or "bfloat16"),
+        mode=options.weights,
         ops=ops,
         cache_dir=options.cache_dir,
         progress=progress,
         max_model_len=options.max_model_len,
     )
     return EngineParts(loaded=loaded, ops=ops, cache_dtype=torch.bfloat16)
+
+
+def _compile_progress(progress: Progress) -> Callable[[str, int, int], None]:
+    """A sentence per second while kernels are compiled; loading them again is too quick for one."""
+    last_s = time.monotonic()
+
+    def report(kernel: str, num_done: int, num_kernels: int) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > 1.0:
+            progress(f"Compiling kernels, which is done once: {num_done} of {num_kernels}.")
+            last_s = time.monotonic()
+
+    return report

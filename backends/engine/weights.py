@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from torch import Tensor
+from surefoot.kernels.base import AnyWeight
 
 from .model_config import ModelConfig
 from .model_errors import BadModelFiles
@@ -20,8 +20,8 @@ class WeightSource(Protocol):
     def shapes(self) -> Shapes:
         """Every tensor's shape by name."""
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor in a float dtype of the source's choice, in memory of its own."""
+    def tensor(self, name: str) -> AnyWeight:
+        """A tensor in a form of the source's choice, in memory of its own; a vector is in a float dtype."""
 
 
 def layer_prefix(layer: int) -> str:

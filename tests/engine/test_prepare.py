@@ -17,6 +17,7 @@ from surefoot.backends.engine.gguf_tokenizer import gguf_tokenizer
 from surefoot.backends.engine.model_errors import BadModelFiles, ModelNotFound
 from surefoot.backends.engine.prepare import LoadedModel, load_model
 from surefoot.backends.engine.weight_cache import cached_folder, sampled_digest
+from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.kernels.reference import ReferenceOps
 
 from .tiny_models import our_logits, random_tokens, tiny_hf_model, write_gguf
@@ -30,9 +31,9 @@ def gguf_path(tmp_path: Path) -> Path:
     return path
 
 
-def _load(path: Path, cache_dir: Path, dtype: torch.dtype = torch.float32) -> tuple[LoadedModel, list[str]]:
+def _load(path: Path, cache_dir: Path, mode: WeightMode = WeightMode.FLOAT32) -> tuple[LoadedModel, list[str]]:
     messages: list[str] = []
-    loaded = load_model(path, dtype=dtype, ops=ReferenceOps(), cache_dir=cache_dir, progress=messages.append)
+    loaded = load_model(path, mode=mode, ops=ReferenceOps(), cache_dir=cache_dir, progress=messages.append)
     return loaded, messages
 
 
@@ -62,7 +63,7 @@ def test_each_dtype_and_file_has_its_own_folder(gguf_path: Path, tmp_path: Path)
     """Another dtype, a changed file or a touched one is prepared anew; fingerprints follow what is served."""
     cache_dir = tmp_path / "cache"
     first, _ = _load(gguf_path, cache_dir)
-    narrow, messages = _load(gguf_path, cache_dir, torch.bfloat16)
+    narrow, messages = _load(gguf_path, cache_dir, WeightMode.BFLOAT16)
     assert _prepared(messages)
     assert narrow.fingerprint != first.fingerprint
     stat = gguf_path.stat()
@@ -140,14 +141,14 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
 _CHILD = """
 import sys
 from pathlib import Path
-import torch
 from surefoot.backends.engine.prepare import load_model
+from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.kernels.reference import ReferenceOps
 sys.stdin.read(1)
 messages = []
 loaded = load_model(
     Path(sys.argv[1]),
-    dtype=torch.float32,
+    mode=WeightMode.FLOAT32,
     ops=ReferenceOps(),
     cache_dir=Path(sys.argv[2]),
     progress=messages.append,
@@ -210,7 +211,7 @@ def test_a_folder_is_read_as_it_is(gguf_path: Path, tmp_path: Path) -> None:
     assert not _prepared(messages)
     assert not cache_dir.exists()
     assert _load(folder, cache_dir)[0].fingerprint == loaded.fingerprint
-    assert _load(folder, cache_dir, torch.bfloat16)[0].fingerprint != loaded.fingerprint
+    assert _load(folder, cache_dir, WeightMode.BFLOAT16)[0].fingerprint != loaded.fingerprint
     from_gguf, _ = _load(gguf_path, cache_dir)
     token_ids = random_tokens(20)
     torch.testing.assert_close(our_logits(loaded.model, token_ids), our_logits(from_gguf.model, token_ids))

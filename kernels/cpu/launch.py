@@ -1,0 +1,226 @@
+"""Compiling kernels, keeping the machine code, and running them over threads.
+
+A kernel is a function `(args, part, parts)`: `args` is the address of up to 24 integers (addresses, sizes, strides)
+and one float64 at the end; the function does its share, `part` of `parts`. It is compiled to a C function, so
+that one parallel loop serves all kernels: a `tape` lists which to run, one after another, on which threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from llvmlite import ir
+from msgspec import Struct
+from numba import cfunc, njit, prange, set_num_threads, types
+from numba.core.registry import cpu_target
+
+from .forms import INT64, Emitter, host_form
+from .vector import ADDRESS, compiled, op, read_f64, read_i64, stack, write_f64, write_i64
+
+MAX_ARGS = 24
+
+Kernel = Callable[[int, int, int], None]
+Progress = Callable[[str, int, int], None]
+
+
+class Stage(Struct, frozen=True):
+    """One kernel of a tape: on all threads, or on the caller's alone when the work is too small to share."""
+
+    kernel: Kernel
+    shared: bool = True
+
+
+@op(types.none, types.int64, ADDRESS, types.int64, types.int64)
+def _call(e: Emitter, function: Any, args: Any, part: Any, parts: Any) -> None:
+    """Call a kernel by its address."""
+    signature = ir.FunctionType(ir.VoidType(), [INT64] * 3)
+    e.b.call(e.b.inttoptr(function, signature.as_pointer()), [args, part, parts])
+
+
+@compiled
+def real(args: int) -> float:
+    """A kernel's one float64 argument."""
+    return read_f64(args + 8 * 24)
+
+
+def _run(
+    tape: int,
+    parts: int,
+    value: float,
+    a0: int,
+    a1: int,
+    a2: int,
+    a3: int,
+    a4: int,
+    a5: int,
+    a6: int,
+    a7: int,
+    a8: int,
+    a9: int,
+    a10: int,
+    a11: int,
+    a12: int,
+    a13: int,
+    a14: int,
+    a15: int,
+    a16: int,
+    a17: int,
+    a18: int,
+    a19: int,
+    a20: int,
+    a21: int,
+    a22: int,
+    a23: int,
+) -> None:
+    """Run a tape of (kernel, shared) pairs that a 0 ends."""
+    args = stack(200)
+    for i, word in enumerate(
+        (
+            a0,
+            a1,
+            a2,
+            a3,
+            a4,
+            a5,
+            a6,
+            a7,
+            a8,
+            a9,
+            a10,
+            a11,
+            a12,
+            a13,
+            a14,
+            a15,
+            a16,
+            a17,
+            a18,
+            a19,
+            a20,
+            a21,
+            a22,
+            a23,
+        )
+    ):
+        write_i64(args + 8 * i, word)
+    write_f64(args + 192, value)
+    while True:
+        kernel = read_i64(tape)
+        if kernel == 0:
+            break
+        if parts > 1 and read_i64(tape + 8) != 0:
+            for part in prange(parts):
+                _call(kernel, args, part, parts)
+        else:
+            _call(kernel, args, 0, 1)
+        tape += 16
+
+
+class Launcher:
+    """Compiled kernels and the threads they run on. Safe to use from any Python thread, from one at a time."""
+
+    def __init__(self, cache_dir: Path | None, num_threads: int) -> None:
+        # A thread that waits longer than some 0.1 ms sleeps. By default it spins for milliseconds, and on a machine
+        # with other work keeps from running the very thread that it waits for (measured: 500 ms for 5 ms of work).
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+        # The OpenMP layer starts a region in 2-3 us; the work queue of numba's own takes some 50.
+        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+        self.num_threads = max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS))
+        self._cache_dir = None if cache_dir is None else cache_dir / cache_key()
+        self._addresses: dict[Kernel, int] = {}
+        self._compiled: list[Any] = []
+        self._run: Any = None
+        self._thread = 0
+
+    def compile(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
+        """Compile or load every kernel; `progress(name, done, total)` is called before each and at the end."""
+        todo = [k for k in dict.fromkeys(kernels) if k not in self._addresses]
+        total = len(todo) + 1
+        report = progress or (lambda name, done, total: None)
+        # numba reads the folder when a function is set up for caching, and only there.
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(self._cache_dir or "")
+        try:
+            report("run", 0, total)
+            self._run = self._run or self._compile_run()
+            for done, kernel in enumerate(todo, start=1):
+                report(kernel.__name__, done, total)
+                self._addresses[kernel] = self._compile(kernel)
+        finally:
+            numba.config.CACHE_DIR = before
+        report("", total, total)
+
+    def tape(self, stages: Sequence[Stage]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The stages as `run` reads them; keep the array as long as its address is used."""
+        words = [word for s in stages for word in (self._addresses[s.kernel], int(s.shared))]
+        return np.array([*words, 0], dtype=np.int64)
+
+    def run(
+        self, tape: int, a0: int = 0, a1: int = 0, a2: int = 0, a3: int = 0, a4: int = 0, a5: int = 0, a6: int = 0, a7: int = 0,
+        a8: int = 0, a9: int = 0, a10: int = 0, a11: int = 0, a12: int = 0, a13: int = 0, a14: int = 0, a15: int = 0,
+        a16: int = 0, a17: int = 0, a18: int = 0, a19: int = 0, a20: int = 0, a21: int = 0, a22: int = 0, a23: int = 0,
+        value: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Run the tape at an address; every stage sees the same arguments."""
+        if self._thread != get_ident():
+            # numba keeps the number of threads per calling thread.
+            set_num_threads(self.num_threads)
+            self._thread = get_ident()
+        self._run(
+            tape,
+            self.num_threads,
+            value,
+            a0,
+            a1,
+            a2,
+            a3,
+            a4,
+            a5,
+            a6,
+            a7,
+            a8,
+            a9,
+            a10,
+            a11,
+            a12,
+            a13,
+            a14,
+            a15,
+            a16,
+            a17,
+            a18,
+            a19,
+            a20,
+            a21,
+            a22,
+            a23,
+        )
+
+    def _compile_run(self) -> Any:
+        signature = types.none(types.int64, types.int64, types.float64, *[types.int64] * MAX_ARGS)
+        return njit(
+            signature, parallel=True, nogil=True, error_model="numpy", cache=self._cache_dir is not None
+        )(_run)
+
+    def _compile(self, kernel: Kernel) -> int:
+        signature = types.void(ADDRESS, types.int64, types.int64)
+        compiled = cfunc(signature, error_model="numpy", cache=self._cache_dir is not None)(kernel)
+        self._compiled.append(compiled)
+        return int(compiled.address)
+
+
+def cache_key() -> str:
+    """A folder name that changes whenever the machine code might: sources, compiler, processor, form."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + source.read_bytes())
+    digest.update(repr((numba.__version__, llvmlite.__version__)).encode())
+    digest.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
+    return f"{host_form().name}-{digest.hexdigest()[:16]}"

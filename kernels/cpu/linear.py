@@ -1,0 +1,288 @@
+"""Linear layers: weights in panels of 16 outputs, rows in register tiles, one chain of additions per output.
+
+Group formats multiply 4- or 8-bit codes with activations quantised per row and group of 32. A group's dot
+product is an exact integer; then `acc = fma(float(dot), d * s, acc)` and, where the format has a minimum m,
+`acc = fma(m, s * sum(x), acc)`, groups in order. So a row's result depends neither on the rows beside it nor
+on the form. 16- and 32-bit weights take `acc = fma(x, w, acc)` over k in order.
+
+A panel of a group format holds the codes of all groups, then the scales: 16 float16 d a group (and 16 m).
+Nibbles: 4 vectors of 64 bytes a group; byte 4 * o + j of vector v has output o's codes of k = 8 * v + j (low half)
+and k = 8 * v + 4 + j (high half). Bytes: 8 vectors, byte 4 * o + j of vector v has k = 4 * v + j. A panel of 16- or
+32-bit weights is `[in, 16]`. An activation group is 48 bytes: 32 int8, float32 scale s, float32 s * sum, int32 -8 * sum, int32 -128 * sum; a
+group's rows follow one another (a tile's rows then lie at fixed offsets), groups are `rows * 48 + 64` bytes apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from .dot import make_dot
+from .forms import FLOAT, INT8, INT16, INT32, LANES, Emitter
+from .vector import (
+    ADDRESS,
+    F32,
+    I32,
+    absolute,
+    add_to_rows,
+    compiled,
+    fma,
+    linear_tile,
+    load,
+    max_lanes,
+    maximum,
+    mul,
+    op,
+    splat,
+    store_rows,
+    store_rows_part,
+    sum_lanes,
+    tile,
+    words,
+    zeros,
+)
+
+Q4_0, Q4_1, Q8_0, F32_, BF16, F16 = range(6)
+"""Kinds of weights, as the kernel's argument."""
+
+ACTIVATION_BYTES = 48
+"""Bytes of a quantised activation group."""
+
+
+class Weights(NamedTuple):
+    """What the weights are; `width` is in groups, or in inputs where there are none."""
+
+    kind: int
+    width: int
+
+
+ROW_BLOCK = 256
+"""Rows that pass a panel before the next panel is read: their activations stay in the second-level cache."""
+
+
+# Activations.
+
+
+@op(types.none, ADDRESS, F32, F32, F32)
+def _store_activation_group(e: Emitter, out: Any, first: Any, second: Any, scale: Any) -> None:
+    """Divide 32 numbers by a scale, round to even, write the group."""
+    b, total = e.b, None
+    for half, x in enumerate((first, second)):
+        q = e.nearest_even(_clamp(e, b.fdiv(x, scale)))
+        codes = b.fptosi(q, I32.llvm)
+        e.store(out, b.trunc(codes, ir.VectorType(INT8, LANES)), LANES * half)
+        total = codes if total is None else b.add(total, codes)
+    count = LANES
+    while count > 1:
+        count //= 2
+        total = b.add(e.lanes(total, 0, count), e.lanes(total, count, count))
+    sum_ = b.extract_element(total, INT32(0))
+    s = b.extract_element(scale, INT32(0))
+    e.store(out, s, 32)
+    e.store(out, b.fmul(s, b.sitofp(sum_, FLOAT)), 36)
+    e.store(out, b.mul(sum_, INT32(-8)), 40)
+    e.store(out, b.mul(sum_, INT32(-128)), 44)
+
+
+def _clamp(e: Emitter, x: Any) -> Any:
+    """To [-127, 127]; what is not a number becomes -127 (its scale is not a number either)."""
+    low, high = e.constant(FLOAT, -127.0), e.constant(FLOAT, 127.0)
+    x = e.b.select(e.b.fcmp_ordered(">", x, low), x, low)
+    return e.b.select(e.b.fcmp_ordered("<", x, high), x, high)
+
+
+def quantise_rows(args: int, part: int, parts: int) -> None:
+    """Quantise rows of float32: scale = max |x| / 127 per group of 32.
+
+    Args: x, its row stride, rows, groups, out, bytes from one group's rows to the next's.
+    """
+    x, stride, rows, groups, out, group_bytes = words(args, 6)
+    zero = splat(0.0)
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        source, target = x + row * stride, out + row * ACTIVATION_BYTES
+        for g in range(groups):
+            first, second = load(source + g * 128), load(source + g * 128 + 64)
+            top = max_lanes(maximum(absolute(first), absolute(second)))
+            # 0 for finite numbers, else not a number: so that no fault upstream is rounded away.
+            fault = sum_lanes(fma(first, zero, mul(second, zero)))
+            scale = top / 127.0 + fault if top > 0.0 else 1.0 + fault
+            _store_activation_group(target + g * group_bytes, first, second, splat(scale))
+
+
+# Register tiles: what one group, or one k, adds to the sums of a few rows.
+
+
+@tile
+def _q4_0_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
+    return _add_group(e, sums, x, stride, codes, scales, nibbles=True, minimum=False)
+
+
+@tile
+def _q4_1_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
+    return _add_group(e, sums, x, stride, codes, scales, nibbles=True, minimum=True)
+
+
+@tile
+def _q8_0_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
+    return _add_group(e, sums, x, stride, codes, scales, nibbles=False, minimum=False)
+
+
+def _add_group(
+    e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any, *, nibbles: bool, minimum: bool
+) -> Any:
+    """Emit one group for every row of a tile; native vectors one after another, so that their sums fit registers."""
+    halves = ir.VectorType(INT16, LANES)
+    rows = [e.row(x, stride, m) for m in range(len(sums))]
+    d = e.from_f16(e.load(scales, halves))
+    least = e.from_f16(e.load(scales, halves, 2 * LANES)) if minimum else None
+    width = LANES // e.form.pieces
+    pieces: list[list[Any]] = [[] for _ in rows]
+    for first in range(0, LANES, width):
+        offsets = None if minimum else [e.splat(e.load(r, INT32, 40 if nibbles else 44), width) for r in rows]
+        for m, total in enumerate(_dot_group(e, rows, codes, first, width, offsets, nibbles=nibbles)):
+            scale = e.b.fmul(e.lanes(d, first, width), e.splat(e.load(rows[m], FLOAT, 32), width))
+            acc = e.fma(e.b.sitofp(total, scale.type), scale, e.lanes(sums[m], first, width))
+            if least is not None:
+                acc = e.fma(e.lanes(least, first, width), e.splat(e.load(rows[m], FLOAT, 36), width), acc)
+            pieces[m].append(acc)
+    return [e.concat(p) for p in pieces]
+
+
+def _dot_group(
+    e: Emitter, rows: Any, codes: Any, first: int, width: int, offsets: Any, *, nibbles: bool
+) -> list[Any]:
+    """The integer dot products of outputs `first` to `first + width` with every row."""
+    dot = make_dot(e, nibbles=nibbles)
+    offsets = offsets or [None] * len(rows)
+    totals = [dot.begin(width, offset) for offset in offsets]
+    raw = ir.VectorType(INT8, 4 * width)
+    for v in range(4 if nibbles else 8):
+        stored = e.load(codes, raw, 64 * v + 4 * first)
+        for k, part in _quads(e, stored, v, nibbles=nibbles):
+            ready = dot.codes(part)
+            totals = [
+                dot.step(total, ready, e.load(r, INT32, k)) for total, r in zip(totals, rows, strict=True)
+            ]
+    return [dot.finish(total, offset) for total, offset in zip(totals, offsets, strict=True)]
+
+
+def _quads(e: Emitter, stored: Any, v: int, *, nibbles: bool) -> list[tuple[int, Any]]:
+    """The codes in a stored vector with the k that they begin at."""
+    if not nibbles:
+        return [(4 * v, stored)]
+    words_ = ir.VectorType(INT16, stored.type.count // 2)
+    mask = e.constant(INT8, 15, stored.type.count)
+    high = e.b.bitcast(e.b.lshr(e.b.bitcast(stored, words_), e.constant(INT16, 4, words_.count)), stored.type)
+    return [(8 * v, e.b.and_(stored, mask)), (8 * v + 4, e.b.and_(high, mask))]
+
+
+@tile
+def _f32_step(e: Emitter, sums: Any, x: Any, stride: Any, weights: Any) -> Any:
+    return _add_step(e, sums, x, stride, e.load(weights, F32.llvm))
+
+
+@tile
+def _bf16_step(e: Emitter, sums: Any, x: Any, stride: Any, weights: Any) -> Any:
+    return _add_step(e, sums, x, stride, e.from_bf16(e.load(weights, ir.VectorType(INT16, LANES))))
+
+
+@tile
+def _f16_step(e: Emitter, sums: Any, x: Any, stride: Any, weights: Any) -> Any:
+    return _add_step(e, sums, x, stride, e.from_f16(e.load(weights, ir.VectorType(INT16, LANES))))
+
+
+def _add_step(e: Emitter, sums: Any, x: Any, stride: Any, weights: Any) -> Any:
+    return [e.fma(e.splat(e.load(e.row(x, stride, m), FLOAT)), weights, acc) for m, acc in enumerate(sums)]
+
+
+@compiled
+def _panel_rows(
+    sums: Any,
+    weights: Weights,
+    x: int,
+    step: int,
+    panel: int,
+    bias: int,
+    out: int,
+    out_stride: int,
+    count: int,
+) -> None:
+    """One panel for one tile of rows; `bias` is 0 for none; `count` outputs are written.
+
+    `step` is from one group of x to the next, or from one row to the next where x is not quantised.
+    """
+    kind, width = weights.kind, weights.width
+    if kind == Q4_0:
+        for g in range(width):
+            sums = _q4_0_group(
+                sums, x + g * step, ACTIVATION_BYTES, panel + g * 256, panel + width * 256 + g * 32
+            )
+    elif kind == Q4_1:
+        for g in range(width):
+            sums = _q4_1_group(
+                sums, x + g * step, ACTIVATION_BYTES, panel + g * 256, panel + width * 256 + g * 64
+            )
+    elif kind == Q8_0:
+        for g in range(width):
+            sums = _q8_0_group(
+                sums, x + g * step, ACTIVATION_BYTES, panel + g * 512, panel + width * 512 + g * 32
+            )
+    elif kind == F32_:
+        for k in range(width):
+            sums = _f32_step(sums, x + k * 4, step, panel + k * 64)
+    elif kind == BF16:
+        for k in range(width):
+            sums = _bf16_step(sums, x + k * 4, step, panel + k * 32)
+    else:
+        for k in range(width):
+            sums = _f16_step(sums, x + k * 4, step, panel + k * 32)
+    if bias != 0:
+        sums = add_to_rows(sums, bias)
+    if count == 16:
+        store_rows(sums, out, out_stride)
+    else:
+        store_rows_part(sums, out, out_stride, count)
+
+
+def linear(args: int, part: int, parts: int) -> None:
+    """Multiply; a unit of work is a block of rows and a panel.
+
+    Args: those of `quantise_rows` (x, its row stride, rows, width, quantised x or 0, bytes between groups), then panels,
+    bytes of a panel, outputs, bias, out, its row stride, kind of weights.
+    """
+    dense, stride, rows, width, x, step = words(args, 6)
+    panels, panel_bytes, outputs, bias, out, out_stride, kind = words(args + 48, 7)
+    row_bytes = ACTIVATION_BYTES
+    if x == 0:
+        x, step, row_bytes = dense, stride, stride
+    weights = Weights(kind, width)
+    num_panels = (outputs + 15) // 16
+    units = num_panels * ((rows + ROW_BLOCK - 1) // ROW_BLOCK)
+    tallest = linear_tile()
+    for unit in range(units * part // parts, units * (part + 1) // parts):
+        index = unit % num_panels
+        panel = panels + index * panel_bytes
+        own_bias = bias + index * 64 if bias != 0 else 0
+        count = min(16, outputs - index * 16)
+        row = unit // num_panels * ROW_BLOCK
+        end = min(rows, row + ROW_BLOCK)
+        source, target = x + row * row_bytes, out + index * 64 + row * out_stride
+        while row + len(tallest) <= end:
+            _panel_rows(tallest, weights, source, step, panel, own_bias, target, out_stride, count)
+            row += len(tallest)
+            source, target = source + len(tallest) * row_bytes, target + len(tallest) * out_stride
+        if row + 4 <= end:
+            _panel_rows(zeros(4), weights, source, step, panel, own_bias, target, out_stride, count)
+            row, source, target = row + 4, source + 4 * row_bytes, target + 4 * out_stride
+        if row + 2 <= end:
+            _panel_rows(zeros(2), weights, source, step, panel, own_bias, target, out_stride, count)
+            row, source, target = row + 2, source + 2 * row_bytes, target + 2 * out_stride
+        if row < end:
+            _panel_rows(zeros(1), weights, source, step, panel, own_bias, target, out_stride, count)
+
+
+def group_bytes(rows: int) -> int:
+    """Bytes from one group's rows to the next's; a cache line more, lest they all fall on the same cache sets."""
+    return rows * ACTIVATION_BYTES + 64

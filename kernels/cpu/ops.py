@@ -1,0 +1,307 @@
+"""The CPU op set: tensors in, addresses to kernels, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from ..base import AnyWeight, Past, SampleRows
+from ..layout import BLOCK_TOKENS, BlockLayout
+from ..weights import GROUP, GroupWeight, concat
+from . import attention, cache, linear, pack, rowwise, sample
+from .forms import LANES, host_form
+from .launch import Launcher, Progress, Stage
+
+FEW_ROWS = 4
+"""Up to here a row-wise op is done before another thread has woken."""
+
+_GROUP_KINDS = {"q4_0": linear.Q4_0, "q4_1": linear.Q4_1, "q8_0": linear.Q8_0}
+_DENSE_KINDS = {torch.float32: linear.F32_, torch.bfloat16: linear.BF16, torch.float16: linear.F16}
+_ELEMENT_KINDS = {torch.float32: attention.F32_, torch.bfloat16: attention.BF16, torch.float16: attention.F16}
+
+_TAPES = {
+    "linear_few": (Stage(linear.quantise_rows, False), Stage(linear.linear)),
+    "linear": (Stage(linear.quantise_rows), Stage(linear.linear)),
+    "dense": (Stage(linear.linear),),
+    "rms_norm_few": (Stage(rowwise.rms_norm, False),),
+    "rms_norm": (Stage(rowwise.rms_norm),),
+    "add_rms_norm_few": (Stage(rowwise.add_rms_norm, False),),
+    "add_rms_norm": (Stage(rowwise.add_rms_norm),),
+    "rope_few": (Stage(rowwise.rope, False),),
+    "rope": (Stage(rowwise.rope),),
+    "silu_mul_few": (Stage(rowwise.silu_mul, False),),
+    "silu_mul": (Stage(rowwise.silu_mul),),
+    "merge_few": (Stage(rowwise.merge, False),),
+    "merge": (Stage(rowwise.merge),),
+    "past_few": (Stage(attention.attend), Stage(attention.fold, False)),
+    "past": (Stage(attention.attend), Stage(attention.fold)),
+    "present_few": (
+        Stage(attention.pack_present, False),
+        Stage(attention.attend, False),
+        Stage(attention.fold, False),
+    ),
+    "present": (Stage(attention.pack_present), Stage(attention.attend), Stage(attention.fold)),
+    "attention_few": (
+        Stage(attention.pack_present, False),
+        Stage(attention.attend),
+        Stage(attention.fold, False),
+    ),
+    "commit": (Stage(cache.commit),),
+    "sample": (Stage(sample.sample),),
+}
+"""What each op runs; `_few` is for few rows."""
+
+
+class PackedWeight(Struct, frozen=True, kw_only=True):
+    """A weight in panels, for `num_out` outputs of its layer from `first_out` on. `width`: groups, or inputs."""
+
+    kind: int
+    panels: Tensor
+    panel_bytes: int
+    first_out: int
+    num_out: int
+    width: int
+    grouped: bool
+    bias: Tensor | None
+
+
+class PackedLinear(Struct, frozen=True, kw_only=True):
+    """What `linear` takes: one weight, or several of different formats side by side."""
+
+    parts: tuple[PackedWeight, ...]
+    num_in: int
+    num_out: int
+
+
+class CpuOps:
+    """The ops on float32 CPU tensors, by compiled kernels. Rows may be strided; the last dimension is contiguous."""
+
+    def __init__(self, launcher: Launcher, progress: Progress | None = None) -> None:
+        self.name = f"cpu-{host_form().name}"
+        launcher.compile((s.kernel for stages in _TAPES.values() for s in stages), progress)
+        self._launcher = launcher
+        self._run = launcher.run
+        self._tapes = {name: launcher.tape(stages) for name, stages in _TAPES.items()}
+        self._at = {name: int(tape.ctypes.data) for name, tape in self._tapes.items()}
+
+    def prepare_linear(
+        self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None
+    ) -> PackedLinear:
+        """Pack into panels; neighbours of one format become one weight."""
+        weights = [weight] if isinstance(weight, (Tensor, GroupWeight)) else list(weight)
+        parts: list[PackedWeight] = []
+        for _, run in groupby(weights, key=_format):
+            first = parts[-1].first_out + parts[-1].num_out if parts else 0
+            parts.append(_pack(list(run), first, bias))
+        widths = {_num_in(w) for w in weights}
+        if len(widths) != 1:
+            raise ValueError(f"weights of one layer have one input width, not {sorted(widths)}")
+        return PackedLinear(
+            parts=tuple(parts), num_in=widths.pop(), num_out=parts[-1].first_out + parts[-1].num_out
+        )
+
+    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        """Group formats quantise the activations per row and group of 32."""
+        rows = x.shape[0]
+        assert x.shape[1] == weight.num_in and x.stride(1) == 1 and x.dtype == torch.float32
+        out = torch.empty(rows, weight.num_out)
+        for part in weight.parts:
+            tail = (
+                part.panels.data_ptr(),
+                part.panel_bytes,
+                part.num_out,
+                0 if part.bias is None else part.bias.data_ptr(),
+                out.data_ptr() + 4 * part.first_out,
+                4 * weight.num_out,
+                part.kind,
+            )
+            source, stride = x.data_ptr(), 4 * x.stride(0)
+            if not part.grouped:
+                self._run(self._at["dense"], source, stride, rows, part.width, 0, 0, *tail)
+                continue
+            group_bytes = linear.group_bytes(rows)
+            quantised = torch.empty(part.width * group_bytes, dtype=torch.uint8)
+            tape = self._at["linear_few" if rows <= 2 * FEW_ROWS else "linear"]
+            self._run(tape, source, stride, rows, part.width, quantised.data_ptr(), group_bytes, *tail)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over rows of a matrix."""
+        rows, width = x.shape
+        out = torch.empty(rows, width)
+        tape = self._at["rms_norm_few" if rows <= FEW_ROWS else "rms_norm"]
+        self._run(
+            tape, x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), out.data_ptr(), rows, width, value=eps
+        )
+        return out
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """One pass over each row."""
+        rows, width = x.shape
+        out = torch.empty(rows, width)
+        self._run(
+            self._at["add_rms_norm_few" if rows <= FEW_ROWS else "add_rms_norm"],
+            residual.data_ptr(), 4 * residual.stride(0), x.data_ptr(), 4 * x.stride(0),
+            weight.data_ptr(), out.data_ptr(), rows, width, value=eps,
+        )  # fmt: skip
+        return out
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rows and heads may be strided, so queries and keys can be rotated in one call on the fused projection."""
+        rows, heads, head_dim = x.shape
+        out = torch.empty(rows, heads, head_dim)
+        self._run(
+            self._at["rope_few" if rows <= FEW_ROWS else "rope"],
+            x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1), cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0),
+            out.data_ptr(), rows, heads, head_dim, cos.shape[1],
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Gate and up lie side by side in each row."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width)
+        tape = self._at["silu_mul_few" if rows <= FEW_ROWS else "silu_mul"]
+        self._run(tape, gate_up.data_ptr(), 4 * gate_up.stride(0), out.data_ptr(), rows, width)
+        return out
+
+    def past_attention(
+        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Partitions of 256 tokens, whatever the batch."""
+        out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        tape = "past_few" if q.shape[0] <= FEW_ROWS else "past"
+        self._attend(tape, q, cu_rows, layout.num_kv_heads, scale, out, lse, past=(layer, layout, past))
+        return out, lse
+
+    def present_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values are laid out in float32 blocks first; then it is the same arithmetic as over the past."""
+        out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        tape = "present_few" if q.shape[0] <= FEW_ROWS else "present"
+        self._attend(tape, q, cu_rows, k.shape[1], scale, out, lse, present=(k, v))
+        return out, lse
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
+    ) -> Tensor:  # fmt: skip
+        """Past and present in one go: the present is one more part to fold."""
+        out = torch.empty(q.shape)
+        tape = "attention_few" if q.shape[0] <= FEW_ROWS else "present"
+        self._attend(
+            tape, q, cu_rows, k.shape[1], scale, out, None, past=(layer, layout, past), present=(k, v)
+        )
+        return out
+
+    def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+        """All contiguous."""
+        out = torch.empty(out_a.shape)
+        rows, heads, head_dim = out_a.shape
+        tape = self._at["merge_few" if rows <= FEW_ROWS else "merge"]
+        parts = (t.contiguous() for t in (out_a, lse_a, out_b, lse_b))
+        self._run(tape, *(t.data_ptr() for t in parts), out.data_ptr(), rows * heads, head_dim)
+        return out
+
+    def commit(
+        self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
+    ) -> None:
+        """Rounds to the cache's dtype."""
+        k, v = k.to(layout.dtype).contiguous(), v.to(layout.dtype).contiguous()
+        blocks, slots = blocks.to(torch.int32), slots.to(torch.int32)
+        self._run(
+            self._at["commit"], cache.data_ptr(), cache.stride(0), layout.block_bytes, k.data_ptr(), v.data_ptr(),
+            blocks.data_ptr(), slots.data_ptr(), k.shape[0], k.shape[1], k.shape[2], k.shape[3], layout.dtype.itemsize,
+        )  # fmt: skip
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """A row a thread."""
+        num_rows, vocabulary = logits.shape
+        out = torch.empty(num_rows, dtype=torch.int64)
+        scratch_bytes = sample.scratch_bytes(vocabulary)
+        scratch = torch.empty(self._launcher.num_threads * scratch_bytes, dtype=torch.uint8)
+        reals = [t.float().contiguous() for t in (rows.top_p, rows.min_p)]
+        integers = [t.long().contiguous() for t in (rows.top_k, rows.seed, rows.choice, rows.position)]
+        temperature = rows.temperature.float().contiguous()
+        top_k, seed, choice, position = (t.data_ptr() for t in integers)
+        self._run(
+            self._at["sample"], logits.data_ptr(), 4 * logits.stride(0), num_rows, vocabulary,
+            temperature.data_ptr(), top_k, reals[0].data_ptr(), reals[1].data_ptr(), seed, choice, position,
+            out.data_ptr(), scratch.data_ptr(), scratch_bytes,
+        )  # fmt: skip
+        return out
+
+    def _attend(
+        self, tape: str, q: Tensor, cu_rows: Tensor, num_kv_heads: int, scale: float, out: Tensor, lse: Tensor | None,
+        past: tuple[Tensor, BlockLayout, Past] | None = None, present: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Hand the kernels what there is; `out` and `lse` are filled."""
+        rows, heads, head_dim = q.shape
+        sequences = cu_rows.shape[0] - 1
+        assert q.stride(1) == head_dim and cu_rows.dtype == torch.int32
+        assert head_dim % 8 == 0 and attention.MIN_HEAD_DIM <= head_dim <= attention.MAX_HEAD_DIM
+        past_args, max_parts = (0, 0, 0, 0, 0, 0, 0), 0
+        if past is not None:
+            layer, layout, committed = past
+            table = committed.block_table
+            assert table.dtype == torch.int32 and table.stride(1) == 1
+            past_args = (
+                layer.data_ptr(), layer.stride(0), layout.dtype.itemsize, _ELEMENT_KINDS[layout.dtype],
+                table.data_ptr(), 4 * table.stride(0), committed.lengths.data_ptr(),
+            )  # fmt: skip
+            max_parts = -(-table.shape[1] * BLOCK_TOKENS // attention.PARTITION)
+        packed, present_args = None, (0, 0, 0, 0)
+        packed_at = ids_at = 0
+        if present is not None:
+            k, v = present
+            num_blocks = rows // BLOCK_TOKENS + sequences
+            packed = torch.empty(num_blocks * (num_kv_heads * head_dim * 2 * BLOCK_TOKENS + 1))
+            packed_at = packed.data_ptr()
+            ids_at = packed_at + 4 * num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS
+            present_args = (k.data_ptr(), 4 * k.stride(0), v.data_ptr(), 4 * v.stride(0))
+        split_rows = min(rows, sequences * (attention.UNIT_VECTORS * num_kv_heads // heads))
+        states = (split_rows * max_parts + 2 * rows) * heads
+        scratch = torch.empty(states * (attention.STATE_HEAD + head_dim))
+        self._run(
+            self._at[tape], q.data_ptr(), 4 * q.stride(0), cu_rows.data_ptr(), sequences, heads, num_kv_heads, head_dim,
+            scratch.data_ptr(), *past_args, packed_at, ids_at, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+            *present_args, value=scale,
+        )  # fmt: skip
+
+
+def _format(weight: AnyWeight) -> str:
+    return str(weight.dtype) if isinstance(weight, Tensor) else weight.kind
+
+
+def _num_in(weight: AnyWeight) -> int:
+    return int(weight.shape[1]) if isinstance(weight, Tensor) else weight.num_in
+
+
+def _pack(weights: list[AnyWeight], first_out: int, bias: Tensor | None) -> PackedWeight:
+    """One run of weights of one format."""
+    groups = [w for w in weights if isinstance(w, GroupWeight)]
+    if groups:
+        whole = concat(groups)
+        kind, panels, width, num_out = (
+            _GROUP_KINDS[whole.kind],
+            pack.pack_groups(whole),
+            whole.num_groups,
+            whole.num_out,
+        )
+    else:
+        dense = torch.cat([w for w in weights if isinstance(w, Tensor)])
+        kind, panels, width, num_out = (
+            _DENSE_KINDS[dense.dtype],
+            pack.pack_dense(dense),
+            dense.shape[1],
+            dense.shape[0],
+        )
+    own_bias = None if bias is None else pack.pack_bias(bias[first_out : first_out + num_out])
+    return PackedWeight(
+        kind=kind, panels=panels, panel_bytes=panels[0].numel() * panels.element_size(), first_out=first_out,
+        num_out=num_out, width=width, grouped=bool(groups), bias=own_bias,
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""The one place that picks an op set: by device, once, at start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .base import Ops
+from .reference import ReferenceOps
+
+Progress = Callable[[str, int, int], None]
+"""Called with (kernel, done, total) while kernels are compiled or loaded."""
+
+
+def select_ops(
+    device: torch.device | str,
+    *,
+    cache_dir: Path | None = None,
+    num_threads: int | None = None,
+    progress: Progress | None = None,
+) -> Ops:
+    """The fastest op set for a device; its `name` is worth a line in the log.
+
+    On a CPU kernels are compiled into `cache_dir` (None: nothing is kept) and run on `num_threads` threads
+    (None: one per core that this process may use). Elsewhere it is the reference.
+    """
+    if torch.device(device).type != "cpu":
+        return ReferenceOps()
+    # Here and not above: importing numba takes a while, and only this path needs it.
+    from .cpu.launch import Launcher
+    from .cpu.ops import CpuOps
+
+    return CpuOps(Launcher(cache_dir, num_threads or len(os.sched_getaffinity(0))), progress)

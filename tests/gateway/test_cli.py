@@ -1,0 +1,173 @@
+"""The `surefoot` command as its users see it: output, errors and exit status."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from surefoot.backends.catalog import packaged_models
+from surefoot.gateway.cli import EXIT_USAGE, run
+from surefoot.gateway.settings import ServeSettings, default_text, describe, flag_name
+from surefoot.gateway.tenants import load_tenants
+
+
+class Outcome(Struct, frozen=True):
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Cli:
+    """Runs the command in this process, in an environment of its own."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.environ: dict[str, str] = {}
+
+    def __call__(self, *arguments: str) -> Outcome:
+        """Run one command line."""
+        status = run(arguments, self.environ)
+        return Outcome(status, *self._capsys.readouterr())
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """A command line on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    return Cli(capsys)
+
+
+def test_version(cli: Cli) -> None:
+    """`--version` prints the installed version and nothing else."""
+    assert cli("--version") == Outcome(0, version("surefoot") + "\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ()])
+def test_help_lists_the_commands(cli: Cli, arguments: tuple[str, ...]) -> None:
+    """Without a command the help is shown: the commands, and lines that can be typed."""
+    outcome = cli(*arguments)
+    assert outcome.status == 0
+    assert {"serve", "config", "key", "models"} <= set(re.findall(r"│ (\w+) ", outcome.out))
+    assert "    surefoot serve\n" in outcome.out
+
+
+@pytest.mark.parametrize("command", [("serve",), ("config",), ("models",), ("key", "new")])
+def test_help_has_examples(cli: Cli, command: tuple[str, ...]) -> None:
+    """Each command's help has a line that can be typed."""
+    assert f"\n    surefoot {' '.join(command)}" in cli(*command, "--help").out
+
+
+@pytest.mark.parametrize("command", ["serve", "config"])
+def test_every_setting_is_a_flag(cli: Cli, command: str) -> None:
+    """`serve` and `config` take every setting, with its help and default."""
+    out = cli(command, "--help").out
+    for name, setting in describe().items():
+        assert f"{flag_name(name)} " in out
+        assert f"{setting.help} [{default_text(name)}]" in out
+
+
+def test_config_shows_sources(cli: Cli, tmp_path: Path) -> None:
+    """`config` has one line per setting: name, value that holds, place that it came from."""
+    file = tmp_path / "surefoot.toml"
+    file.write_text('port = 1\ncache_memory = "2GiB"\nmax_sequences = 8')
+    cli.environ = {"SUREFOOT_PORT": "2", "SUREFOOT_THREADS": "3"}
+    outcome = cli("config", "--config", str(file), "--max-sequences", "4")
+    rows = {name: (value, source) for name, value, source in map(str.split, outcome.out.splitlines())}
+    assert list(rows) == list(describe())
+    assert rows["port"] == ("2", "SUREFOOT_PORT")
+    assert rows["threads"] == ("3", "SUREFOOT_THREADS")
+    assert rows["cache_memory"] == ("2GiB", str(file))
+    assert rows["max_sequences"] == ("4", "--max-sequences")
+    assert rows["drain_s"] == ("30", "default")
+
+
+def test_config_as_json(cli: Cli) -> None:
+    """`config --json` gives values with their types: sizes in bytes, None for `auto`."""
+    shown = msgspec.json.decode(cli("config", "--json", "--max-body-bytes", "1KiB").out)
+    assert shown["max_body_bytes"] == {"value": 1024, "source": "--max-body-bytes"}
+    assert shown["cache_memory"] == {"value": None, "source": "default"}
+    assert shown["port"] == {"value": 8000, "source": "default"}
+    assert shown.keys() == describe().keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("srve",), 'Did you mean "serve"?'),
+        (("config", "--prot", "1"), "Did you mean --port?"),
+        (("config", "--port"), "--port requires an argument"),
+        (("config", "--port", "-1"), "port = '-1' (--port): expected a whole number from 0 to 65535"),
+        (("config", "--config", "/no/such.toml"), "/no/such.toml cannot be read: No such file"),
+        (("config", "left", "over"), "left"),
+        (("key", "old"), "old"),
+    ],
+)
+def test_usage_errors(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
+    """A command line of no use gets one message on stderr, no traceback, and exit status 2."""
+    outcome = cli(*arguments)
+    assert (outcome.status, outcome.out) == (EXIT_USAGE, "")
+    assert said in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_new_key_is_a_tenants_key(cli: Cli, tmp_path: Path) -> None:
+    """`key new` prints a new key and the line that lets it in; the line does not hold the key."""
+    outcome = cli("key", "new")
+    key = re.search(r"^    (sf-\S+)$", outcome.out, re.MULTILINE)
+    line = re.search(r"^    (key_hashes = .*)$", outcome.out, re.MULTILINE)
+    assert key is not None
+    assert line is not None
+    assert tomllib.loads(line[1]) == {"key_hashes": [f"sha256:{hashlib.sha256(key[1].encode()).hexdigest()}"]}
+    (tmp_path / "acme.toml").write_text(f'id = "acme"\n{line[1]}\n')
+    assert load_tenants(tmp_path).authenticate(f"Bearer {key[1]}").id == "acme"
+    assert cli("key", "new").out != outcome.out
+
+
+def test_models(cli: Cli, tmp_path: Path) -> None:
+    """`models` names the supported kinds, the model that comes along, and the models prepared as a whole."""
+    cli.environ = {"SUREFOOT_CACHE_DIR": str(tmp_path)}
+    assert "none yet" in cli("models").out
+    for name in ("whole-bfloat16-1", ".partial-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    (tmp_path / "no-manifest").mkdir()
+    out = cli("models").out
+    assert "llama" in out
+    assert str(packaged_models()["smollm2"]) in out
+    assert "  whole-bfloat16-1\n" in out
+    assert "partial" not in out
+    assert "no-manifest" not in out
+    shown = msgspec.json.decode(cli("models", "--json").out)
+    assert shown["prepared"] == [str(tmp_path / "whole-bfloat16-1")]
+    assert [found["name"] for found in shown["models"]] == ["smollm2"]
+
+
+def test_the_program(tmp_path: Path) -> None:
+    """The installed console script runs from any folder, with the process's own environment and status."""
+    program = Path(sys.executable).with_name("surefoot")
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SUREFOOT_PORT": "70000"}
+    done = subprocess.run(
+        [program, "config"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == EXIT_USAGE
+    assert done.stdout == ""
+    assert (
+        done.stderr == "surefoot: port = '70000' (SUREFOOT_PORT): expected a whole number from 0 to 65535\n"
+    )
+
+
+def test_default_model_is_there() -> None:
+    """The default of `--model` is one that the package list knows, and it is installed."""
+    assert ServeSettings().model in packaged_models()
