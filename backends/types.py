@@ -71,7 +71,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
 
 class ChatPrompt(Struct, frozen=True, tag=True):
-    """A conversation. Each message is a JSON object with `role` and text `content`; the model's own template renders it."""
+    """A conversation: JSON objects with `role` and text `content`, which the model's own template renders."""
 
     messages: tuple[dict[str, Any], ...]
 
@@ -131,7 +131,7 @@ class TokenLogprob(Struct, frozen=True):
 
 
 class Started(Struct, frozen=True, tag=True):
-    """Always the first event: the request is valid and queued. Errors of the request come before it."""
+    """Always the first event: the request is valid and queued."""
 
     num_prompt_tokens: int
     system_fingerprint: str
@@ -169,7 +169,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class Timings(Struct, frozen=True, kw_only=True):
-    """Where a request's time went: waiting for its first step, until its first token, per token after that."""
+    """Where a request's time went: until its first step, its first token, and per token after that."""
 
     queue_s: float
     ttft_s: float | None
@@ -188,7 +188,7 @@ Event = Started | PromptEcho | Chunk | Finished
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """A model that a backend serves. `created` is a Unix time; `max_model_len` counts prompt and output tokens."""
+    """A model that a backend serves. `created` is a Unix time; `max_model_len` counts prompt and output."""
 
     id: str
     created: int

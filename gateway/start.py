@@ -7,7 +7,8 @@ import sys
 from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
-from surefoot.backends.engine.start import EngineOptions, WeightMode, make_backend
+from surefoot.backends.engine.start import EngineOptions, make_backend
+from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.policies.baseline import BaselinePolicy
 
 from .app import create_app

@@ -18,7 +18,7 @@ START_LIMIT_S = 300
 
 
 class ServerProcess:
-    """A context manager: ready on entry, gone on exit. `log` gets all that it prints, JSON events included."""
+    """A context manager: ready on entry, gone on exit. `log` gets all that it prints."""
 
     def __init__(self, cache_dir: Path, *flags: str, log: Path) -> None:
         self.log = log
@@ -37,7 +37,9 @@ class ServerProcess:
         with self.log.open("w") as out:
             self.process = subprocess.Popen(self._command, stderr=out, stdout=out)
         deadline_s = time.monotonic() + START_LIMIT_S
-        while not (found := re.search(r"^Serving .* at (http\S+)\. Try it", self.log.read_text(), re.MULTILINE)):
+        while not (
+            found := re.search(r"^Serving .* at (http\S+)\. Try it", self.log.read_text(), re.MULTILINE)
+        ):
             if self.process.poll() is not None or time.monotonic() > deadline_s:
                 raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
             time.sleep(0.05)  # a file has no event to wait for

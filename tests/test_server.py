@@ -1,4 +1,4 @@
-"""The product as its users meet it: a real process, a real socket, the real model, the real OpenAI client and curl."""
+"""The product as its users meet it: a real process and socket, the real model, the OpenAI client, curl."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def client(server: ServerProcess) -> OpenAI:
 
 
 def test_a_chat_names_the_capital(client: OpenAI) -> None:
-    """A greedy chat answers correctly, with counts that add up and a fingerprint of model, weights and plan."""
+    """A greedy chat answers correctly; counts add up; the fingerprint names model, weights and plan."""
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=24, temperature=0)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.usage is not None
@@ -62,10 +62,16 @@ def test_streamed_and_whole_answers_are_equal(client: OpenAI) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["日本語のテキスト、漢字とかな。", "Ελληνικά και Кириллица", "שלום עולם مرحبا", "👩‍👩‍👧‍👦 🏳️‍🌈 é", "हिन्दी में कुछ शब्द"],
+    [
+        "日本語のテキスト、漢字とかな。",
+        "Ελληνικά και Кириллица",
+        "שלום עולם مرحبا",
+        "👩‍👩‍👧‍👦 🏳️‍🌈 é",
+        "हिन्दी में कुछ शब्द",
+    ],
 )
 def test_any_script_comes_back_whole_and_streamed(client: OpenAI, text: str) -> None:
-    """An echoed prompt and its continuation are the same streamed and whole, in any script, emoji included."""
+    """An echoed prompt and its continuation are the same streamed and whole, in any script."""
     whole = client.completions.create(model=MODEL, prompt=text, echo=True, max_tokens=12, temperature=0)
     stream = client.completions.create(
         model=MODEL, prompt=text, echo=True, max_tokens=12, temperature=0, stream=True
@@ -174,7 +180,15 @@ def test_curl_gets_a_stream(server: ServerProcess) -> None:
     """curl sees server-sent events that end with [DONE]."""
     body = json.dumps({"model": MODEL, "messages": QUESTION, "max_tokens": 4, "stream": True})
     done = subprocess.run(
-        ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "content-type: application/json", "-d", body],
+        [
+            "curl",
+            "-sN",
+            f"{server.url}/v1/chat/completions",
+            "-H",
+            "content-type: application/json",
+            "-d",
+            body,
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -200,7 +214,13 @@ def test_disconnects_leave_nothing_behind(server: ServerProcess) -> None:
     rng = random.Random(0)
 
     async def leave(client: httpx.AsyncClient, patience_s: float, stream: bool) -> None:
-        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "stream": stream}
+        body = {
+            "model": MODEL,
+            "prompt": "Once upon a time",
+            "max_tokens": 500,
+            "ignore_eos": True,
+            "stream": stream,
+        }
         with anyio.move_on_after(patience_s):
             async with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
                 async for _ in response.aiter_raw():
@@ -208,13 +228,16 @@ def test_disconnects_leave_nothing_behind(server: ServerProcess) -> None:
 
     async def storm() -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(limits=limits, timeout=None) as client, anyio.create_task_group() as group:
+        async with (
+            httpx.AsyncClient(limits=limits, timeout=None) as client,
+            anyio.create_task_group() as group,
+        ):
             for _ in range(300):
                 group.start_soon(leave, client, rng.uniform(0.0, 3.0), rng.random() < 0.5)
 
     async def settled() -> None:
         names = ("surefoot_cache_blocks_used", "vllm:num_requests_running", "vllm:num_requests_waiting")
-        while any([await anyio.to_thread.run_sync(server.metric, name) for name in names]):
+        while any([await anyio.to_thread.run_sync(server.metric, name) for name in names]):  # noqa: ASYNC110 - over HTTP there is no event
             await anyio.sleep(0.05)
 
     async def main() -> None:
@@ -251,7 +274,13 @@ def begin_stream(url: str, max_tokens: int) -> tuple[threading.Thread, threading
     began, lines = threading.Event(), []
 
     def read() -> None:
-        body = {"model": MODEL, "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        body = {
+            "model": MODEL,
+            "prompt": "Once",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         try:
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
                 for line in response.iter_lines():

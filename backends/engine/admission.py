@@ -1,4 +1,4 @@
-"""What the engine takes in: a gateway's message and its prompt as tokens become a `Request`, or are refused."""
+"""What the engine takes in: a message and its prompt as tokens become a `Request`, or are refused."""
 
 from __future__ import annotations
 
@@ -55,4 +55,6 @@ def _is_chat(message: GenerateRequest) -> bool:
 def _check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"{param} has token id {token_id}; this model's are 0 to {vocab_size - 1}", param)
+            raise RequestError(
+                f"{param} has token id {token_id}; this model's are 0 to {vocab_size - 1}", param
+            )

@@ -108,7 +108,9 @@ class EngineBackend:
         """The one model; empty until it is loaded."""
         if self._status.state is BackendState.STARTING:
             return ()
-        return (ModelCard(id=self._model_id, created=self._created, max_model_len=self._engine.max_model_len),)
+        return (
+            ModelCard(id=self._model_id, created=self._created, max_model_len=self._engine.max_model_len),
+        )
 
     @property
     def status(self) -> BackendStatus:
@@ -136,7 +138,9 @@ class EngineBackend:
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, wait for the open ones up to `drain_s`, end the rest, end the thread."""
-        was_started = self._status.state in (BackendState.READY, BackendState.FAILED) and hasattr(self, "_thread")
+        was_started = self._status.state in (BackendState.READY, BackendState.FAILED) and hasattr(
+            self, "_thread"
+        )
         self._status = BackendStatus(BackendState.STOPPED, "the server is shutting down")
         if not was_started:
             return
@@ -229,7 +233,7 @@ class EngineBackend:
                     self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def _take_messages(self) -> bool:
-        """Handle what the event loop sent, waiting for something if the engine has nothing to do; False to stop."""
+        """Handle what the event loop sent, and wait for it if the engine is idle; False to stop."""
         while True:
             try:
                 message = self._inbox.get(block=not self._engine.has_work)

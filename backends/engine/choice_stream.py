@@ -37,7 +37,9 @@ class ChoiceStream:
     the text nor a token that lies wholly in it is emitted.
     """
 
-    def __init__(self, index: int, detokenizer: IncrementalDetokenizer, stop: Iterable[str], has_logprobs: bool) -> None:
+    def __init__(
+        self, index: int, detokenizer: IncrementalDetokenizer, stop: Iterable[str], has_logprobs: bool
+    ) -> None:
         self._index = index
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
@@ -49,7 +51,9 @@ class ChoiceStream:
         self._open: _Group | None = None
         self.num_emitted = 0
 
-    def push(self, token_id: int, logprob: TokenLogprob | None, *, check_stop: bool = True) -> tuple[Chunk | None, bool]:
+    def push(
+        self, token_id: int, logprob: TokenLogprob | None, *, check_stop: bool = True
+    ) -> tuple[Chunk | None, bool]:
         """Add a sampled token; returns what may be sent now, and whether a stop string is complete.
 
         After a completed stop string the stream is at its end: the chunk is the last one and has the reason.

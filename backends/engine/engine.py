@@ -96,7 +96,9 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run two steps of a throw-away request, so that the first real one meets no first-time cost."""
-        message = GenerateRequest(request_id="warm-up", model="", prompt=TokenPrompt((0,)), params=SamplingParams(ignore_eos=True))
+        message = GenerateRequest(
+            request_id="warm-up", model="", prompt=TokenPrompt((0,)), params=SamplingParams(ignore_eos=True)
+        )
         request = Request(message, (0,), key=-1, max_tokens=2, seed=0, arrived_s=self._clock())
         counted, self.counters = self.counters, EngineCounters()
         self.add(request)
@@ -134,7 +136,11 @@ class Engine:
         step = build_step(chunks)
         logits = self._runner.run(step)
         self._note_prompt_logprobs(chunks, step, logits)
-        sampling = [(chunk.sequence, span[-1]) for chunk, span in zip(chunks, step.logit_spans, strict=True) if chunk.samples]
+        sampling = [
+            (chunk.sequence, span[-1])
+            for chunk, span in zip(chunks, step.logit_spans, strict=True)
+            if chunk.samples
+        ]
         sampled = self._sampler.sample(logits[[row for _, row in sampling]], [seq for seq, _ in sampling])
         self._runner.commit(step)
         self._advance(chunks)

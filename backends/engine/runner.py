@@ -35,7 +35,7 @@ class StepInput(Struct, frozen=True):
 def build_step(chunks: list[ScheduledChunk]) -> StepInput:
     """Lay the chunks' tokens one after the other.
 
-    A chunk that samples needs its last row's logits, one whose prompt log-probabilities are wanted all its rows'.
+    A chunk that samples needs its last row's logits; one whose prompt is scored needs those of all rows.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -50,7 +50,9 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
         positions += span
         blocks += (seq.block_table[position // BLOCK_TOKENS] for position in span)
         cu_rows.append(len(token_ids))
-        first = cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - 1 if chunk.samples else cu_rows[-1]
+        first = (
+            cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - 1 if chunk.samples else cu_rows[-1]
+        )
         logit_rows += range(first, cu_rows[-1])
         logit_spans.append(range(len(logit_rows) - (cu_rows[-1] - first), len(logit_rows)))
     past_blocks = [chunk.sequence.block_table for chunk in chunks]
@@ -61,7 +63,9 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
         positions=position_ids,
         cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
         past=Past(
-            block_table=torch.tensor([[*t, *[0] * (widest - len(t))] for t in past_blocks], dtype=torch.int32),
+            block_table=torch.tensor(
+                [[*t, *[0] * (widest - len(t))] for t in past_blocks], dtype=torch.int32
+            ),
             lengths=torch.tensor([chunk.sequence.num_committed for chunk in chunks], dtype=torch.int32),
         ),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
@@ -74,9 +78,9 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
 class ModelRunner:
     """Owns the cache and the step buffer.
 
-    `cache` is uint8 `[num_layers, num_blocks, block_bytes]`. The step buffer holds K and V of the step's rows,
-    `[num_layers, max_batched_tokens, num_kv_heads, head_dim]` in the cache's dtype: the *present*, which
-    attends causally within its sequence and becomes *past* only when it is committed.
+    The cache is uint8 `[num_layers, num_blocks, block_bytes]`. The step buffer holds K and V of the step's
+    rows, `[num_layers, max_batched_tokens, num_kv_heads, head_dim]` in the cache's dtype: the *present*,
+    which attends causally within its sequence and becomes *past* only when it is committed.
     """
 
     def __init__(self, model: Model, ops: Ops, settings: EngineSettings, cache_dtype: torch.dtype) -> None:
@@ -89,10 +93,12 @@ class ModelRunner:
         self.num_blocks = settings.cache_bytes // (config.num_layers * self._layout.block_bytes)
         if self.num_blocks < 1:
             raise ValueError(
-                f"{settings.cache_bytes} bytes of cache hold no block of {BLOCK_TOKENS} tokens: this model needs"
-                f" {config.num_layers * self._layout.block_bytes} bytes a block"
+                f"{settings.cache_bytes} bytes of cache hold no block of {BLOCK_TOKENS} tokens, which takes"
+                f" {config.num_layers * self._layout.block_bytes} bytes in this model"
             )
-        self._cache = torch.zeros(config.num_layers, self.num_blocks, self._layout.block_bytes, dtype=torch.uint8)
+        self._cache = torch.zeros(
+            config.num_layers, self.num_blocks, self._layout.block_bytes, dtype=torch.uint8
+        )
         rows = (config.num_layers, settings.max_batched_tokens, config.num_kv_heads, config.head_dim)
         self._step_k = torch.zeros(rows, dtype=cache_dtype)
         self._step_v = torch.zeros(rows, dtype=cache_dtype)

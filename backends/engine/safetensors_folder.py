@@ -81,7 +81,7 @@ class SafetensorsFolder:
             start, size = 8 + header_bytes, path.stat().st_size
             for stored_name, entry in entries.items():
                 name, _, kind = stored_name.partition(GROUP_MARK)
-                entry.kind = kind or None
+                entry.kind = msgspec.convert(kind, GroupKind) if kind else None
                 _check(name, entry, size - start)
                 self._tensors[name] = (file, entry, start + entry.data_offsets[0])
         except ValueError as error:  # msgspec's errors are ValueErrors

@@ -37,12 +37,16 @@ class Sampler:
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
         """Row r of `logits` `[R, V]` (raw, changed in place) belongs to `sequences[r]`."""
         finite = logits.logsumexp(-1).isfinite().tolist()
-        raw_rows = {r: logits[r].clone() for r, seq in enumerate(sequences) if seq.params.logprobs is not None}
+        raw_rows = {
+            r: logits[r].clone() for r, seq in enumerate(sequences) if seq.params.logprobs is not None
+        }
         faults: dict[int, Exception] = {}
         for r, seq in enumerate(sequences):
             try:
                 if not finite[r]:
-                    raise NonFiniteLogits(f"the model's logits at position {len(seq.token_ids)} are not finite")
+                    raise NonFiniteLogits(
+                        f"the model's logits at position {len(seq.token_ids)} are not finite"
+                    )
                 self._adjust(logits[r], seq)
             except Exception as error:  # one request's fault must stay its own
                 faults[r] = error
@@ -50,7 +54,9 @@ class Sampler:
         token_ids = self._ops.sample(logits, _sample_rows(sequences)).tolist()
         return [
             faults.get(r)
-            or Sampled(token_id, self.logprobs_of(raw_rows[r], token_id, seq.params) if r in raw_rows else None)
+            or Sampled(
+                token_id, self.logprobs_of(raw_rows[r], token_id, seq.params) if r in raw_rows else None
+            )
             for r, (seq, token_id) in enumerate(zip(sequences, token_ids, strict=True))
         ]
 
@@ -84,7 +90,9 @@ class Sampler:
         if params.repetition_penalty != 1.0:
             seen = torch.tensor(sorted(set(seq.token_ids)))
             values = row[seen]
-            row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+            row[seen] = torch.where(
+                values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+            )
         if (params.frequency_penalty or params.presence_penalty) and seq.output_counts:
             output_ids = torch.tensor(list(seq.output_counts.keys()))
             counts = torch.tensor(list(seq.output_counts.values()), dtype=row.dtype)

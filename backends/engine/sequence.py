@@ -95,7 +95,7 @@ class Request:
         seed: int,
         arrived_s: float,
     ) -> None:
-        """`key` is unique in the engine, which a client's request id need not be; times are on the engine's clock."""
+        """`key` is unique in the engine, as a client's request id need not be; times are on its clock."""
         self.key = key
         self.message = message
         self.prompt_token_ids = prompt_token_ids
@@ -128,10 +128,12 @@ class Request:
     def timings(self, now_s: float) -> Timings:
         """Where the time went; TPOT is the mean gap between tokens of the longest choice."""
         num_gaps = max(seq.num_output_tokens for seq in self.sequences) - 1
-        has_tpot = num_gaps > 0 and self.first_token_s is not None and self.last_token_s is not None
+        tpot_s = None
+        if num_gaps > 0 and self.first_token_s is not None and self.last_token_s is not None:
+            tpot_s = (self.last_token_s - self.first_token_s) / num_gaps
         return Timings(
             queue_s=(now_s if self.first_step_s is None else self.first_step_s) - self.arrived_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
-            tpot_s=(self.last_token_s - self.first_token_s) / num_gaps if has_tpot else None,
+            tpot_s=tpot_s,
             total_s=now_s - self.arrived_s,
         )

@@ -9,9 +9,9 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """Limits of one engine. Checked when built; a bad value raises `ValueError` with the value and the limit.
 
     `max_model_len` bounds prompt and output of a sequence (None: what the model takes; the whole cache
-    bounds it too); `max_batched_tokens` is a step's token budget; `max_prefill_chunk` bounds one sequence's share of it
-    (None: the whole budget); `max_waiting` bounds requests that wait beyond `max_sequences`;
-    `watchdog_s` is how long one step may take before the engine counts as hung.
+    bounds it too); `max_batched_tokens` is a step's token budget; `max_prefill_chunk` bounds one
+    sequence's share of it (None: the whole budget); `max_waiting` bounds requests that wait beyond
+    `max_sequences`; `watchdog_s` is how long one step may take before the engine counts as hung.
     """
 
     cache_bytes: int

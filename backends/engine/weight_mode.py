@@ -26,7 +26,7 @@ class WeightMode(StrEnum):
 def convert(matrix: AnyWeight, mode: WeightMode) -> AnyWeight:
     """A `[out, in]` matrix in the form that `mode` asks for."""
     if isinstance(matrix, GroupWeight):
-        assert mode is not WeightMode.BFLOAT16 and mode is not WeightMode.FLOAT32, "a source gives floats then"
+        assert mode in (WeightMode.NATIVE, WeightMode.INT8), "for other modes a source gives floats"
         return matrix
     if mode is WeightMode.INT8 and matrix.shape[1] % GROUP == 0:
         return quantise_q8_0(matrix)

@@ -1,4 +1,4 @@
-"""Drives a bare engine with the real model, and compares answers by the rule of docs/design.md, "Determinism"."""
+"""Drives a bare engine, and compares answers by the rule of docs/design.md, "Determinism"."""
 
 from __future__ import annotations
 
@@ -82,7 +82,11 @@ def run(engine: Engine, parts: EngineParts, requests: Sequence[tuple[str, Sampli
 def raw_logits(engine: Engine, parts: EngineParts, token_ids: Sequence[int]) -> torch.Tensor:
     """Logits `[len(token_ids), vocab]` of every position, by the engine's own chunks."""
     message = GenerateRequest(
-        request_id="", model="", prompt=TextPrompt(""), params=SamplingParams(logprobs=0, max_tokens=0), echo=True
+        request_id="",
+        model="",
+        prompt=TextPrompt(""),
+        params=SamplingParams(logprobs=0, max_tokens=0),
+        echo=True,
     )
     request = admit(
         message,
@@ -121,4 +125,6 @@ def assert_same_answer(
         assert params.seed is not None
         row = row / params.temperature + gumbel_noise(params.seed, 0, len(before), len(row))
     margin = abs(float(row[pair[0]] - row[pair[1]]))
-    assert margin <= width, f"answers differ at output token {at} where the margin is {margin:.4g}, above {width:.4g}"
+    assert margin <= width, (
+        f"answers differ at output token {at} where the margin is {margin:.4g}, above {width:.4g}"
+    )

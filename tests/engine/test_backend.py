@@ -15,7 +15,14 @@ import pytest
 from surefoot.backends.engine.backend import EXIT_HUNG, EngineBackend, EngineParts
 from surefoot.backends.engine.engine import Engine, Output
 from surefoot.backends.engine.settings import EngineSettings
-from surefoot.backends.errors import ContextTooLong, EngineFailed, InvalidPrompt, NotReady, Overloaded, RequestError
+from surefoot.backends.errors import (
+    ContextTooLong,
+    EngineFailed,
+    InvalidPrompt,
+    NotReady,
+    Overloaded,
+    RequestError,
+)
 from surefoot.backends.types import (
     BackendState,
     Chunk,
@@ -64,6 +71,12 @@ async def collect(backend: EngineBackend, message: GenerateRequest) -> list[Even
     return [event async for event in backend.generate(message)]
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that the engine's thread does and announces to nobody."""
+    while not holds():  # noqa: ASYNC110 - see above
+        await asyncio.sleep(0.01)
+
+
 def serve(parts: EngineParts, use: Callable[[EngineBackend], Any], **limits: Any) -> None:
     """Start a backend, let `use` have it, stop it."""
 
@@ -109,8 +122,7 @@ def test_a_failed_engine_is_replaced(parts: EngineParts) -> None:
         with pytest.raises(EngineFailed):
             async for _ in generation:
                 pass
-        while backend.status.state is not BackendState.READY:
-            await asyncio.sleep(0.01)
+        await until(lambda: backend.status.state is BackendState.READY)
         again = await collect(backend, request())
         assert again[1:-1] == healthy[1:-1]
         assert backend.stats.engine_restarts_total == 1
@@ -186,8 +198,7 @@ def test_closing_a_generation_frees_its_blocks(parts: EngineParts) -> None:
             await anext(events)
             await anext(events)
             assert backend.stats.num_blocks_used > 0
-        while backend.stats.num_blocks_used or backend.stats.num_running:
-            await asyncio.sleep(0.01)
+        await until(lambda: backend.stats.num_blocks_used == backend.stats.num_running == 0)
 
     serve(parts, use)
 

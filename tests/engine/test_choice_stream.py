@@ -13,7 +13,7 @@ from surefoot.backends.types import Chunk, FinishReason, TokenLogprob
 
 
 class Pieces:
-    """A detokeniser over a fixed list: token t is `pieces[t]`; None is a token whose character is incomplete."""
+    """A detokeniser over a list: token t is `pieces[t]`, None one whose character is incomplete."""
 
     def __init__(self, pieces: list[str | None]) -> None:
         self._pieces = pieces
@@ -28,7 +28,9 @@ class Pieces:
         return "�" if self._incomplete else ""
 
 
-def run(pieces: list[str | None], stop: tuple[str, ...] = (), reason: FinishReason = FinishReason.LENGTH) -> list[Chunk]:
+def run(
+    pieces: list[str | None], stop: tuple[str, ...] = (), reason: FinishReason = FinishReason.LENGTH
+) -> list[Chunk]:
     """Push every piece as a token; end with `reason` unless a stop string ends it first."""
     stream = ChoiceStream(0, Pieces(pieces), stop, has_logprobs=True)
     chunks: list[Chunk] = []
@@ -45,10 +47,12 @@ def run(pieces: list[str | None], stop: tuple[str, ...] = (), reason: FinishReas
 
 
 def text_of(chunks: list[Chunk]) -> str:
+    """All text."""
     return "".join(chunk.text for chunk in chunks)
 
 
 def tokens_of(chunks: list[Chunk]) -> list[int]:
+    """All tokens."""
     return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
@@ -109,6 +113,11 @@ def test_any_split_gives_the_same_text(pieces: list[str], stop: tuple[str, ...])
     lengths = list(itertools.accumulate(len(piece) for piece in pieces))
     # A stop counts once it is complete: the first token after which any is found decides.
     cut = next(
-        (min(i for s in stop if (i := whole[:n].find(s)) >= 0) for n in lengths if any(s in whole[:n] for s in stop)), None
+        (
+            min(i for s in stop if (i := whole[:n].find(s)) >= 0)
+            for n in lengths
+            if any(s in whole[:n] for s in stop)
+        ),
+        None,
     )
     assert text_of(run(list(pieces), stop)) == whole[:cut]

@@ -12,9 +12,9 @@ from surefoot.backends.types import FinishReason, SamplingParams
 from .harness import Answer, assert_same_answer, make_engine, raw_logits, run
 
 CALIBRATION = (
-    "The history of the lighthouse begins with fires built on hilltops, since a raised fire is seen from farther away. "
-    "Merchants paid for the first towers; later the ports did, and at last the states. A lamp burned oil, then gas, then "
-    "an electric arc, and lenses of many rings bent its light into a beam that turned."
+    "The history of the lighthouse begins with fires built on hilltops, since a raised fire is seen from"
+    " farther away. Merchants paid for the first towers; later the ports did, and at last the states. A lamp"
+    " burned oil, then gas, then an electric arc, and lenses of many rings bent its light into a beam."
 )
 PROMPTS = [
     "The capital of France is",
@@ -34,7 +34,9 @@ SEEDED = SamplingParams(temperature=0.9, seed=1234, top_p=0.95, max_tokens=24)
 def width(parts: EngineParts) -> float:
     """The p99.9 of how far logits of one text differ between ways to compute them, measured here and now."""
     token_ids = parts.loaded.tokenizer.encode(CALIBRATION)
-    ways = [raw_logits(make_engine(parts, max_prefill_chunk=chunk), parts, token_ids) for chunk in (1, 7, 512)]
+    ways = [
+        raw_logits(make_engine(parts, max_prefill_chunk=chunk), parts, token_ids) for chunk in (1, 7, 512)
+    ]
     differences = torch.cat([(way - ways[-1]).abs().flatten() for way in ways[:-1]])
     return 2 * float(differences.kthvalue(int(0.999 * len(differences))).values)
 
@@ -43,7 +45,10 @@ def width(parts: EngineParts) -> float:
 def test_company_changes_no_token(parts: EngineParts, width: float, params: SamplingParams) -> None:
     """An answer is the same alone and among 16 others that start with it."""
     requests = [(prompt, params) for prompt in PROMPTS[:4]]
-    company = [(prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=20)) for i, prompt in enumerate(PROMPTS * 2)]
+    company = [
+        (prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=20))
+        for i, prompt in enumerate(PROMPTS * 2)
+    ]
     alone = [run(make_engine(parts), parts, [request])[0] for request in requests]
     for request, lonely in zip(requests, alone, strict=True):
         accompanied = run(make_engine(parts), parts, [*company[:8], request, *company[8:]])[8]
@@ -54,13 +59,15 @@ def test_company_changes_no_token(parts: EngineParts, width: float, params: Samp
 def test_chunks_change_no_token(parts: EngineParts, width: float, params: SamplingParams) -> None:
     """An answer is the same for prefill chunks of 16, 100 and 512 tokens."""
     request = ((CALIBRATION + "\n\n" + PROMPTS[6]) * 3, params)
-    answers = [run(make_engine(parts, max_prefill_chunk=chunk), parts, [request])[0] for chunk in (16, 100, 512)]
+    answers = [
+        run(make_engine(parts, max_prefill_chunk=chunk), parts, [request])[0] for chunk in (16, 100, 512)
+    ]
     assert_same_answer(answers[0], answers[1], request, parts, width)
     assert_same_answer(answers[1], answers[2], request, parts, width)
 
 
 def test_preemption_changes_no_token(parts: EngineParts, width: float) -> None:
-    """With a cache for a fraction of the load, sequences are preempted, all end, and answers stay the same."""
+    """With too small a cache sequences are preempted, all end, and answers stay the same."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     requests = [(prompt, params) for prompt in PROMPTS[:4]]
     roomy = run(make_engine(parts), parts, requests)
@@ -77,12 +84,15 @@ def test_choices_differ_and_repeat(parts: EngineParts) -> None:
     """The same seed gives the same answer again; another seed or choice gives another one."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=16)
     first, again = (run(make_engine(parts), parts, [(PROMPTS[4], params)])[0] for _ in range(2))
-    other = run(make_engine(parts), parts, [(PROMPTS[4], SamplingParams(temperature=1.0, seed=6, max_tokens=16))])[0]
+    other = run(
+        make_engine(parts), parts, [(PROMPTS[4], SamplingParams(temperature=1.0, seed=6, max_tokens=16))]
+    )[0]
     assert first.token_ids == again.token_ids
     assert first.token_ids != other.token_ids
 
 
 def finish(answer: Answer) -> FinishReason | None:
+    """How the answer ended."""
     return answer.chunks[-1].finish_reason
 
 
@@ -102,7 +112,9 @@ def test_stop_strings_and_ids(parts: EngineParts) -> None:
     free = run(make_engine(parts), parts, [(PROMPTS[5], SamplingParams(temperature=0.0, max_tokens=12))])[0]
     assert free.text.startswith(" 6, 7, 8")
     stopped = run(
-        make_engine(parts), parts, [(PROMPTS[5], SamplingParams(temperature=0.0, max_tokens=12, stop=(", 8",)))]
+        make_engine(parts),
+        parts,
+        [(PROMPTS[5], SamplingParams(temperature=0.0, max_tokens=12, stop=(", 8",)))],
     )[0]
     assert (stopped.text, finish(stopped)) == (" 6, 7", FinishReason.STOP)
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
@@ -116,7 +128,9 @@ def test_stop_strings_and_ids(parts: EngineParts) -> None:
 def test_min_tokens_puts_the_end_off(parts: EngineParts) -> None:
     """Neither end token, stop id nor stop string ends an answer before `min_tokens`."""
     free = run(make_engine(parts), parts, [(PROMPTS[5], SamplingParams(temperature=0.0, max_tokens=12))])[0]
-    params = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=8, stop_token_ids=(free.token_ids[0],), stop=(",",))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, min_tokens=8, stop_token_ids=(free.token_ids[0],), stop=(",",)
+    )
     assert len(run(make_engine(parts), parts, [(PROMPTS[5], params)])[0].token_ids) >= 7
 
 
@@ -141,7 +155,9 @@ def test_logprobs_are_raw(parts: EngineParts) -> None:
     hot = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, logit_bias={260: 100.0})
     answer = run(make_engine(parts), parts, [(PROMPTS[0], hot)])[0]
     prompt = parts.loaded.tokenizer.encode(PROMPTS[0])
-    rows = raw_logits(make_engine(parts), parts, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1].log_softmax(-1)
+    rows = raw_logits(make_engine(parts), parts, [*prompt, *answer.token_ids])[
+        len(prompt) - 1 : -1
+    ].log_softmax(-1)
     entries = [entry for chunk in answer.chunks for entry in chunk.logprobs or ()]
     assert [entry.token_id for entry in entries] == answer.token_ids
     for row, entry in zip(rows, entries, strict=True):
@@ -175,7 +191,11 @@ def test_a_deadline_ends_a_request(parts: EngineParts) -> None:
 
     engine = make_engine(parts)
     message = GenerateRequest(
-        request_id="late", model="", prompt=TokenPrompt((1,)), params=SamplingParams(ignore_eos=True), deadline_s=60.0
+        request_id="late",
+        model="",
+        prompt=TokenPrompt((1,)),
+        params=SamplingParams(ignore_eos=True),
+        deadline_s=60.0,
     )
     now = engine._clock()
     engine.add(admit(message, (1,), key=0, max_model_len=8192, vocab_size=49152, now_s=now))

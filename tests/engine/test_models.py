@@ -18,8 +18,8 @@ from surefoot.backends.engine.hf_config import config_from_hf
 from surefoot.backends.engine.model import Model
 from surefoot.backends.engine.model_errors import SUPPORTED, BadModelFiles, UnsupportedModel
 from surefoot.backends.engine.safetensors_folder import SafetensorsFolder
-from surefoot.backends.engine.weights import check_weights
 from surefoot.backends.engine.weight_mode import WeightMode
+from surefoot.backends.engine.weights import check_weights
 from surefoot.kernels.reference import ReferenceOps
 
 from .tiny_models import (

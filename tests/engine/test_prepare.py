@@ -31,7 +31,9 @@ def gguf_path(tmp_path: Path) -> Path:
     return path
 
 
-def _load(path: Path, cache_dir: Path, mode: WeightMode = WeightMode.FLOAT32) -> tuple[LoadedModel, list[str]]:
+def _load(
+    path: Path, cache_dir: Path, mode: WeightMode = WeightMode.FLOAT32
+) -> tuple[LoadedModel, list[str]]:
     messages: list[str] = []
     loaded = load_model(path, mode=mode, ops=ReferenceOps(), cache_dir=cache_dir, progress=messages.append)
     return loaded, messages

@@ -25,13 +25,17 @@ class NoText:
 
 
 def sequence(key: int, num_prompt: int, max_tokens: int = 4) -> Sequence:
+    """A request with one choice."""
     message = GenerateRequest(request_id=str(key), model="m", prompt=TokenPrompt((0,)))
     request = Request(message, (0,) * num_prompt, key=key, max_tokens=max_tokens, seed=0, arrived_s=0.0)
     request.sequences.append(Sequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False)))
     return request.sequences[0]
 
 
-def make(num_blocks: int = 64, max_sequences: int = 4, budget: int = 64, chunk: int | None = None) -> Scheduler:
+def make(
+    num_blocks: int = 64, max_sequences: int = 4, budget: int = 64, chunk: int | None = None
+) -> Scheduler:
+    """A scheduler over a pool of its own."""
     limits = EngineSettings(
         cache_bytes=1, max_sequences=max_sequences, max_batched_tokens=budget, max_prefill_chunk=chunk
     )
@@ -53,6 +57,7 @@ def run_step(scheduler: Scheduler) -> list[ScheduledChunk]:
 
 
 def shares(chunks: list[ScheduledChunk]) -> dict[int, int]:
+    """Tokens of the step by the request's key."""
     return {chunk.sequence.request.key: chunk.num_tokens for chunk in chunks}
 
 
@@ -119,13 +124,15 @@ def test_a_prompt_that_does_not_fit_yet_waits() -> None:
 def test_everything_ends_and_nothing_leaks(
     data: st.DataObject, num_blocks: int, max_sequences: int, spare: int, chunk: int | None
 ) -> None:
-    """With any load that fits the cache one by one, and aborts at random, every sequence ends and all blocks are free."""
+    """Any load whose parts fit the cache, with aborts at random, ends with all blocks free."""
     scheduler = make(num_blocks, max_sequences, max_sequences + spare, chunk)
     room = num_blocks * BLOCK_TOKENS
     open_sequences: list[Sequence] = []
     for key in range(data.draw(st.integers(1, 8))):
         num_prompt = data.draw(st.integers(1, room - 1)) if room > 1 else 1
-        open_sequences.append(sequence(key, num_prompt, data.draw(st.integers(1, min(20, room - num_prompt) or 1))))
+        open_sequences.append(
+            sequence(key, num_prompt, data.draw(st.integers(1, min(20, room - num_prompt) or 1)))
+        )
     for seq in open_sequences:
         scheduler.add(seq)
     for _ in range(20_000):
