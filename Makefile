@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := gateway policies backends kernels bench
-# Test processes. More than the cores at hand only makes the timing tests wait.
+# Test processes, of one thread each: threads of several that meet at barriers would wait for one another.
 WORKERS ?= 2
 # What `make serve` and `make test` pass on, e.g. ARGS="--port 9000" or ARGS="tests/engine -x".
 ARGS ?=
@@ -32,7 +32,7 @@ serve: $(RUNTIME) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--p
 	@exec $(BIN)/surefoot serve $(ARGS)
 
 test: $(DEV) ## Run the tests (ARGS="tests/engine -k ...")
-	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: $(DEV) $(MYPY_VIEW) ## Lint, format, types and the import rule
 	@echo "==> ruff"

@@ -32,6 +32,8 @@ def free_port() -> int:
 class ServedProcess:
     """An async context manager: ready on entry (a 200 at `ready_path`), gone on exit.
 
+    `BenchError`, with the end of its log, if it ends before it is told to.
+
     `ready_s` is the time from the start of the process to that answer. What it prints goes to `log`.
     """
 
@@ -66,7 +68,14 @@ class ServedProcess:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        died = self._process.returncode
         await self._stop()
+        if died is not None and not isinstance(error, asyncio.CancelledError):
+            raise BenchError(f"{self._command[0]} ended ({died}) while it was measured:\n{self._log_tail()}")
+
+    async def wait(self) -> None:
+        """Wait until the process has ended by itself."""
+        await self._process.wait()
 
     async def _until_ready(self, start: float) -> None:
         async with HttpClient(self.url) as client:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from msgspec import Struct
 from torch import Tensor
 
@@ -54,9 +53,11 @@ class Ops(Protocol):
     name: str
 
     def prepare_linear(self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None) -> Any:
-        """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at load.
+        """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at
+        load.
 
-        Several weights of one input width, of any formats, become one layer: their outputs follow one another.
+        Several weights of one input width, of any formats, become one layer: their outputs follow one
+        another.
         """
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
@@ -102,12 +103,16 @@ class Ops(Protocol):
         past: Past,
         scale: float,
     ) -> Tensor:
-        """Past and present attention, merged: `[N, H, D]`. One call where an op set can save the passes between."""
+        """Past and present attention, merged: `[N, H, D]`. One call where an op set can save the passes
+        between.
+        """
 
     def commit(
         self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
     ) -> None:
-        """Write rows of `k` and `v` `[L, R, G, D]` to `cache` `[L, num_blocks, block_bytes]`, row r at (blocks[r], slots[r])."""
+        """Write rows of `k` and `v` `[L, R, G, D]` to `cache` `[L, num_blocks, block_bytes]`, row r at
+        (blocks[r], slots[r]).
+        """
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """Token ids `[R]` (int64) of processed `logits` `[R, V]` float32 by the Gumbel rule."""

@@ -33,12 +33,18 @@ class BlockLayout(Struct, frozen=True, kw_only=True):
         return BLOCK_TOKENS * self.token_bytes
 
     def k_plane(self, layer: torch.Tensor) -> torch.Tensor:
-        """K of a layer's uint8 blocks `[num_blocks, block_bytes]` as `[num_blocks, num_kv_heads, head_dim, 16]`."""
-        return self._planes(layer)[:, :, 0].unflatten(2, (self.head_dim, BLOCK_TOKENS))
+        """K of a layer's uint8 blocks `[num_blocks, block_bytes]` as `[num_blocks, num_kv_heads, head_dim,
+        16]`.
+        """
+        plane: torch.Tensor = self._planes(layer)[:, :, 0].unflatten(2, (self.head_dim, BLOCK_TOKENS))
+        return plane
 
     def v_plane(self, layer: torch.Tensor) -> torch.Tensor:
-        """V of a layer's uint8 blocks `[num_blocks, block_bytes]` as `[num_blocks, num_kv_heads, 16, head_dim]`."""
-        return self._planes(layer)[:, :, 1].unflatten(2, (BLOCK_TOKENS, self.head_dim))
+        """V of a layer's uint8 blocks `[num_blocks, block_bytes]` as `[num_blocks, num_kv_heads, 16,
+        head_dim]`.
+        """
+        plane: torch.Tensor = self._planes(layer)[:, :, 1].unflatten(2, (BLOCK_TOKENS, self.head_dim))
+        return plane
 
     def _planes(self, layer: torch.Tensor) -> torch.Tensor:
         return layer.view(self.dtype).view(layer.shape[0], self.num_kv_heads, 2, self.head_dim * BLOCK_TOKENS)

@@ -1,4 +1,4 @@
-"""Counter-based Gumbel noise: a pure function of (seed, choice, position, token), the same in every op set."""
+"""Counter-based Gumbel noise: a function of (seed, choice, position, token) alone, alike in every op set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Tens
     key is the seed's 64 bits. 23 of a word's bits make u in (0, 1), so that u and 1 - u are exact.
     """
     index = torch.arange((vocab_size + 3) // 4, dtype=torch.int64)
-    fixed = [torch.full_like(index, n & _LOW) for n in (position, choice, 0)]
-    words = torch.stack(philox((seed & _LOW, (seed >> 32) & _LOW), (index, *fixed)), dim=1)
+    at, of, zero = (torch.full_like(index, n & _LOW) for n in (position, choice, 0))
+    words = torch.stack(philox((seed & _LOW, (seed >> 32) & _LOW), (index, at, of, zero)), dim=1)
     uniform = ((words.flatten()[:vocab_size] >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

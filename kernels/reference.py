@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,7 @@ class ReferenceOps:
         """One sequence at a time under a lower-triangular mask."""
         out, lse = _empty_part(q)
         starts = cu_rows.tolist()
-        for begin, end in zip(starts, starts[1:], strict=False):
+        for begin, end in pairwise(starts):
             rows = slice(begin, end)
             mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril()
             out[rows], lse[rows] = _attend(
@@ -149,7 +150,9 @@ def _empty_part(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`q` `[T, H, D]`, `k` `[G, D, S]`, `v` `[G, S, D]`, `mask` `[T, S]` -> output `[T, H, D]`, log-sum-exp `[T, H]`."""
+    """`q` `[T, H, D]`, `k` `[G, D, S]`, `v` `[G, S, D]`, `mask` `[T, S]` -> output `[T, H, D]`, log-sum-exp
+    `[T, H]`.
+    """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, group = k.shape[0], num_heads // k.shape[0]
     grouped = (

@@ -1,8 +1,9 @@
-"""Weights in groups of 32, as GGUF files store them: what a loader fills and an op set's `prepare_linear` takes.
+"""Weights in groups of 32, as GGUF files store them: what a loader fills and an op set's `prepare_linear`
+takes.
 
 A row is `in / 32` blocks one after another. A block (ggml's names and bytes): float16 scale d, for Q4_1 also
-float16 minimum m, then the codes. Q8_0: 32 int8, value d * c. Q4_0 and Q4_1: 16 bytes, byte i holds code i in its
-low half and code i + 16 in its high half; value d * (c - 8) and d * c + m.
+float16 minimum m, then the codes. Q8_0: 32 int8, value d * c. Q4_0 and Q4_1: 16 bytes, byte i holds code i in
+its low half and code i + 16 in its high half; value d * (c - 8) and d * c + m.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def dequantise(weight: GroupWeight) -> Tensor:
 
 
 def quantise_q8_0(weight: Tensor) -> GroupWeight:
-    """8-bit groups of a float `[num_out, num_in]` weight: d = max |w| / 127 rounded to float16, codes to nearest."""
+    """8-bit groups of a float `[num_out, num_in]` weight: d = max |w| / 127 rounded to float16, codes to
+    nearest.
+    """
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 127.0).half()
     divisor = torch.where(scales == 0, torch.ones_like(scales), scales).float()[..., None]

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+from surefoot.backends.catalog import locate_model
+from surefoot.backends.engine.backend import EngineParts
+from surefoot.backends.engine.start import EngineOptions, load_parts
+from surefoot.kernels.select import select_ops
 
 from .server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared weights and compiled kernels, made once for all test processes of a run."""
-    base = tmp_path_factory.getbasetemp()
-    # Under xdist each process has a folder of its own; what they share lies beside those.
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "surefoot-cache"
+def cache_dir(pytestconfig: pytest.Config) -> Path:
+    """Prepared weights and compiled kernels: kept between runs under names that hold what they were made from,
+    and made by one process while the others wait."""
+    folder = pytestconfig.rootpath / ".cache"
     folder.mkdir(exist_ok=True)
+    with FileLock(folder / "compiling.lock"):
+        select_ops("cpu", cache_dir=folder, num_threads=1)
     return folder
+
+
+def engine_options(cache_dir: Path) -> EngineOptions:
+    """SmolLM2-135M as it is served by default; one thread, since test processes share the cores."""
+    return EngineOptions(model=locate_model("smollm2"), model_id="smollm2", cache_dir=cache_dir, threads=1)
+
+
+@pytest.fixture(scope="session")
+def parts(cache_dir: Path) -> EngineParts:
+    """The default model, loaded once a process."""
+    return load_parts(engine_options(cache_dir), print)
 
 
 @pytest.fixture(scope="session")

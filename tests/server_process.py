@@ -28,6 +28,7 @@ class ServerProcess:
             "--port=0",
             f"--cache-dir={cache_dir}",
             "--cache-memory=256MiB",
+            "--threads=1",  # test processes share the cores
             *flags,
         ]
         self.url = ""

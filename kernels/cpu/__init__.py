@@ -1,1 +1,1 @@
-"""The CPU form of the ops: vector kernels compiled by numba (`docs/cpu-kernels.md` says how one is written)."""
+"""The CPU form of the ops: vector kernels compiled by numba (how one is written: `docs/cpu-kernels.md`)."""

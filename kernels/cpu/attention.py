@@ -1,12 +1,13 @@
 """Attention over blocks of 16 tokens: the committed past, and the present once it is packed into blocks.
 
-A query vector is one (row, head). For a partition of 256 tokens it takes: scores, one chain over head_dim each; their
-maximum; exp and sum; the weighted sum of V, one chain over tokens per output. Partitions are folded in order:
-`state = (top, total, acc)`, `acc = fma(part, exp(top_part - top), acc * exp(top_old - top))`. So a query's bits depend on
-its own tokens alone: not on the tile it is in, the number of rows, or which thread folds.
+A query vector is one (row, head). For a partition of 256 tokens it takes: scores, one chain over head_dim
+each; their maximum; exp and sum; the weighted sum of V, one chain over tokens per output. Partitions are
+folded in order: `state = (top, total, acc)`, `acc = fma(part, exp(top_part - top), acc * exp(top_old -
+top))`. So a query's bits depend on its own tokens alone: not on the tile it is in, the number of rows, or
+which thread folds.
 
-Work is cut per sequence and KV head. Few vectors (decoding): one unit a partition, states are folded in a second
-stage. Many vectors (a prefill chunk): one unit per 64 vectors, which folds as it goes.
+Work is cut per sequence and KV head. Few vectors (decoding): one unit a partition, states are folded in a
+second stage. Many vectors (a prefill chunk): one unit per 64 vectors, which folds as it goes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .vector import (
     fma,
     keep_first,
     load,
+    load_bf16,
+    load_f16,
     load_part,
     log,
     max_lanes,
@@ -38,6 +41,7 @@ from .vector import (
     prefetch,
     read,
     read_i32,
+    read_i64,
     splat,
     stack,
     store,
@@ -112,7 +116,7 @@ def _scores(empty: Any, kind: int, q: int, head_dim: int, k: int) -> Any:
 
 @compiled
 def _weighted(sums: Any, kind: int, p: int, v: int, row_bytes: int, count: int) -> Any:
-    """Add `count` tokens' V, 16 of its columns, weighted by `p` (1024 bytes from one vector's to the next's)."""
+    """Add `count` tokens' V, 16 of its columns, weighted by `p` (a vector's lie 1024 bytes apart)."""
     if kind == BF16:
         for i in range(count):
             sums = _bf16_scores(sums, p + 4 * i, 1024, v + i * row_bytes)
@@ -138,7 +142,7 @@ class Blocks(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Query vectors of one sequence and KV head: vector v is row `v // group`, head `v % group` of the group."""
+    """Query vectors of one sequence and KV head: v is row `v // group`, head `v % group` of the group."""
 
     base: int
     row_bytes: int
@@ -174,7 +178,9 @@ def _gather(queries: Queries, first: int, count: int, head_dim: int, scale: floa
 
 @compiled
 def _softmax(scores: int, count: int, num_blocks: int, state: int, factors: int, fresh: bool) -> None:
-    """Turn a vector's scores into weights, update top and total of its state, leave the two factors of the fold."""
+    """Turn a vector's scores into weights, update top and total of its state, leave the two factors of the
+    fold.
+    """
     whole = max(0, min(count // 16, num_blocks))
     tops = splat(-_INFINITY)
     for j in range(whole):
@@ -194,7 +200,9 @@ def _softmax(scores: int, count: int, num_blocks: int, state: int, factors: int,
 
 @compiled
 def _fold_totals(state: int, peak: float, total: float, factors: int, fresh: bool) -> None:
-    """Fold a part's top and total into a state; `factors` receives what the part's and the state's acc are scaled by."""
+    """Fold a part's top and total into a state; `factors` receives what the part's and the state's acc are
+    scaled by.
+    """
     old_peak = -_INFINITY if fresh else read(state)
     old_total = np.float32(0.0) if fresh else read(state + 4)
     highest = max(peak, old_peak)
@@ -328,10 +336,30 @@ def _num_states(tokens: int, vectors: int) -> int:
 
 
 @compiled
+def _widened(blocks: Blocks, partition: int, scratch: int) -> Blocks:
+    """A partition copied to float32 blocks at `scratch`, side by side: worth it when many tiles read it."""
+    start = partition * PARTITION // 16
+    num_blocks = min(PARTITION // 16, (blocks.tokens + 15) // 16 - start)
+    first, elements = scratch + 64, blocks.head_dim * 32
+    for j in range(num_blocks):
+        write_i32(scratch + 4 * j, j)
+        source = blocks.base + read_i32(blocks.table + 4 * (start + j)) * blocks.block_bytes
+        target = first + j * elements * 4
+        for i in range(0, elements, 16):
+            if blocks.kind == BF16:
+                store(target + 4 * i, load_bf16(source + 2 * i))
+            else:
+                store(target + 4 * i, load_f16(source + 2 * i))
+    return Blocks(F32_, blocks.head_dim, scratch - 4 * start, first, elements * 4, 4, blocks.tokens)
+
+
+@compiled
 def _attend_unit(
-    unit: int, blocks: Blocks, queries: Queries, states: States, state_bytes: int, scale: float
+    unit: int, blocks: Blocks, queries: Queries, states: States, state_bytes: int, scratch: int, scale: float
 ) -> None:
-    """One partition for all vectors, into its own states; or all partitions for 64 vectors, folded as they come."""
+    """One partition for all vectors, into its own states; or all partitions for 64 vectors, folded as they
+    come.
+    """
     first, end, begin, stop = 0, queries.vectors, unit, unit + 1
     base = states.base + unit * state_bytes
     if queries.vectors > UNIT_VECTORS:
@@ -344,19 +372,32 @@ def _attend_unit(
     for partition in range(begin, stop):
         # Vectors before this one see nothing of the partition.
         seeing = max(first, partition * PARTITION * queries.group) if queries.causal else first
-        _attend_vectors(blocks, queries, own, seeing, end, partition, partition == begin, scale)
+        near = blocks
+        if queries.vectors > UNIT_VECTORS and blocks.kind != F32_:
+            near = _widened(blocks, partition, scratch)
+        _attend_vectors(near, queries, own, seeing, end, partition, partition == begin, scale)
+
+
+def scratch_bytes(head_dim: int) -> int:
+    """What a thread needs for `_widened`: block ids, then a partition in float32."""
+    return 64 + PARTITION * head_dim * 8
+
+
+_scratch_bytes = compiled(scratch_bytes)
 
 
 def attend(args: int, part: int, parts: int) -> None:
     """Units of every sequence and KV head in turns, past and present.
 
-    Args: q, its row stride, cu_rows, sequences, query heads, KV heads, head_dim, states; of the past: layer, block bytes,
-    element bytes, element type, block table, its row stride, lengths (0: no past); of the present: packed blocks, their
-    ids (0: no present). Real: what scores are scaled by.
+    Args: q, its row stride, cu_rows, sequences, query heads, KV heads, head_dim, states; of the past: layer,
+    block bytes, element bytes, element type, block table, its row stride, lengths (0: no past); of the
+    present: packed blocks, their ids (0: no present); the last one is scratch memory. Real: what scores are
+    scaled by.
     """
     q, q_bytes, cu_rows, sequences, heads, kv_heads, head_dim, states = words(args, 8)
     layer, block_bytes, element_bytes, kind, table, table_bytes, lengths, packed, ids = words(args + 64, 9)
     scale = np.float32(real(args))
+    scratch = read_i64(args + 184) + part * _scratch_bytes(head_dim)
     group = heads // kv_heads
     state_bytes = 4 * (STATE_HEAD + head_dim)
     packed_bytes = head_dim * 128
@@ -389,7 +430,13 @@ def attend(args: int, part: int, parts: int) -> None:
                         vector_bytes,
                     )
                     _attend_unit(
-                        unit - past_units if causal else unit, blocks, queries, place, state_bytes, scale
+                        unit - past_units if causal else unit,
+                        blocks,
+                        queries,
+                        place,
+                        state_bytes,
+                        scratch,
+                        scale,
                     )
                 turn += 1
         states += rows * heads * vector_bytes
@@ -415,7 +462,9 @@ def _fold_vector(states: int, count: int, state_bytes: int, head_dim: int, out: 
 
 
 def fold(args: int, part: int, parts: int) -> None:
-    """Fold each query vector's states in order. Args: those of `attend`, then out and log-sum-exp (0: not wanted)."""
+    """Fold each query vector's states in order. Args: those of `attend`, then out and log-sum-exp (0: not
+    wanted).
+    """
     _, _, cu_rows, sequences, heads, kv_heads, head_dim, states = words(args, 8)
     lengths, _, ids, out, lse = words(args + 112, 5)
     group = heads // kv_heads
@@ -459,9 +508,14 @@ def pack_present(args: int, part: int, parts: int) -> None:
                 for g in range(kv_heads):
                     target = packed + (block * kv_heads + g) * head_dim * 128
                     _pack_block(
-                        k + row * k_bytes + g * head_dim * 4, k_bytes, v + row * v_bytes + g * head_dim * 4, v_bytes,
-                        min(16, end - row), head_dim, target,
-                    )  # fmt: skip
+                        k + row * k_bytes + g * head_dim * 4,
+                        k_bytes,
+                        v + row * v_bytes + g * head_dim * 4,
+                        v_bytes,
+                        min(16, end - row),
+                        head_dim,
+                        target,
+                    )
             turn += 1
 
 

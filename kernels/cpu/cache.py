@@ -20,8 +20,9 @@ def _commit_head(k: int, v: int, block: int, slot: int, head_dim: int, element_b
 
 
 def commit(args: int, part: int, parts: int) -> None:
-    """Args: cache, its layer stride, block bytes, k, v (contiguous `[layers, rows, KV heads, head_dim]`), blocks and
-    slots (int32), layers, rows, KV heads, head_dim, element bytes."""
+    """Args: cache, its layer stride, block bytes, k, v (contiguous `[layers, rows, KV heads, head_dim]`),
+    blocks and slots (int32), layers, rows, KV heads, head_dim, element bytes.
+    """
     cache, layer_bytes, block_bytes, k, v, blocks, slots, layers, rows, kv_heads, head_dim, element_bytes = (
         words(args, 12)
     )

@@ -1,9 +1,9 @@
 """The 8-bit dot product of a group: the one thing that each form does in its own instructions.
 
-Codes are nibbles (0 to 15) or bytes (-128 to 127), activations int8 within [-127, 127]; 4 products per output and
-step, 8 steps a group. Everything is exact in integers, so all forms give the same sum in any order.
-`offset` is what makes up for codes that were moved: int32 -8 * sum(activations) for Q4_0, whose codes are 8 too large;
--128 * sum(activations) for bytes, where a form may make them unsigned.
+Codes are nibbles (0 to 15) or bytes (-128 to 127), activations int8 within [-127, 127]; 4 products per output
+and step, 8 steps a group. Everything is exact in integers, so all forms give the same sum in any order.
+`offset` is what makes up for codes that were moved: int32 -8 * sum(activations) for Q4_0, whose codes are 8
+too large; -128 * sum(activations) for bytes, where a form may make them unsigned.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _bytes(e: Emitter, vector: Any) -> Any:
 
 
 class VnniDot:
-    """AVX-512 VNNI: `vpdpbusd` takes one side unsigned, so byte codes get 128 added and -128 * sum(x) given back."""
+    """AVX-512 VNNI: `vpdpbusd` takes one side unsigned, so byte codes get 128 added and -128 * sum(x) given
+    back.
+    """
 
     def __init__(self, e: Emitter, nibbles: bool) -> None:
         self.e, self.nibbles = e, nibbles
@@ -67,7 +69,9 @@ class VnniDot:
 
 
 class Avx2NibbleDot:
-    """AVX2, codes 0 to 15: pairs add up in int16 over the whole group (at most 16 * 15 * 127 = 30480), then widen."""
+    """AVX2, codes 0 to 15: pairs add up in int16 over the whole group (at most 16 * 15 * 127 = 30480), then
+    widen.
+    """
 
     def __init__(self, e: Emitter) -> None:
         self.e = e
@@ -91,7 +95,9 @@ class Avx2NibbleDot:
 
 
 class Avx2ByteDot:
-    """AVX2, codes -128 to 127: |code| times the activation with the code's sign; pairs fit int16 only one step long."""
+    """AVX2, codes -128 to 127: |code| times the activation with the code's sign; pairs fit int16 only one
+    step long.
+    """
 
     def __init__(self, e: Emitter) -> None:
         self.e = e
@@ -118,7 +124,9 @@ class Avx2ByteDot:
 
 
 class PortableDot:
-    """Plain vector arithmetic in int16: even and odd bytes are multiplied apart; two products fit, the sum is widened."""
+    """Plain vector arithmetic in int16: even and odd bytes are multiplied apart; two products fit, the sum is
+    widened.
+    """
 
     def __init__(self, e: Emitter, nibbles: bool) -> None:
         self.e, self.nibbles = e, nibbles

@@ -1,8 +1,9 @@
-"""What a processor offers the kernels: one kernel text, and a `Form` that says how its vectors become instructions.
+"""What a processor offers the kernels: one kernel text, and a `Form` that says how its vectors become
+instructions.
 
 A kernel sees vectors of 16 lanes whatever the processor. LLVM cuts them to native width; a form adds what
-LLVM cannot find by itself: the 8-bit dot product, and how many rows fit the registers. Every form computes the
-same bits where the processor has a fused multiply-add, because integer sums are exact and each output is
+LLVM cannot find by itself: the 8-bit dot product, and how many rows fit the registers. Every form computes
+the same bits where the processor has a fused multiply-add, because integer sums are exact and each output is
 one chain of float operations in a fixed order.
 """
 
@@ -31,7 +32,9 @@ class Form(Struct, frozen=True):
 
 
 def host_form() -> Form:
-    """The form for the processor that numba compiles for (`NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` change it)."""
+    """The form for the processor that numba compiles for (`NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` change
+    it).
+    """
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return form_of(str(triple), frozenset(f[1:] for f in features.split(",") if f.startswith("+")))
 
@@ -150,7 +153,9 @@ class Emitter:
         )
 
     def nearest_even(self, x: ir.Value) -> ir.Value:
-        """Round to the nearest integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no fraction bits."""
+        """Round to the nearest integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no fraction
+        bits.
+        """
         magic = self.constant(FLOAT, 12582912.0, x.type.count)
         return self.b.fsub(self.b.fadd(x, magic), magic)
 

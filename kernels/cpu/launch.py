@@ -1,14 +1,14 @@
 """Compiling kernels, keeping the machine code, and running them over threads.
 
-A kernel is a function `(args, part, parts)`: `args` is the address of up to 24 integers (addresses, sizes, strides)
-and one float64 at the end; the function does its share, `part` of `parts`. It is compiled to a C function, so
-that one parallel loop serves all kernels: a `tape` lists which to run, one after another, on which threads.
+A kernel is a function `(args, part, parts)`: `args` is the address of up to 24 integers (addresses, sizes,
+strides) and one float64 at the end; the function does its share, `part` of `parts`. It is compiled to a C
+function, so that one parallel loop serves all kernels: a `tape` lists which to run, one after another, on
+which threads.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import get_ident
@@ -125,12 +125,9 @@ def _run(
 
 
 class Launcher:
-    """Compiled kernels and the threads they run on. Safe to use from any Python thread, from one at a time."""
+    """Compiled kernels and the threads they run on; for any Python thread, but one at a time."""
 
     def __init__(self, cache_dir: Path | None, num_threads: int) -> None:
-        # A thread that waits longer than some 0.1 ms sleeps. By default it spins for milliseconds, and on a machine
-        # with other work keeps from running the very thread that it waits for (measured: 500 ms for 5 ms of work).
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
         # The OpenMP layer starts a region in 2-3 us; the work queue of numba's own takes some 50.
         numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
         self.num_threads = max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS))
@@ -141,7 +138,7 @@ class Launcher:
         self._thread = 0
 
     def compile(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
-        """Compile or load every kernel; `progress(name, done, total)` is called before each and at the end."""
+        """Compile or load kernels; `progress(name, done, total)` is called before each and at the end."""
         todo = [k for k in dict.fromkeys(kernels) if k not in self._addresses]
         total = len(todo) + 1
         report = progress or (lambda name, done, total: None)
@@ -163,11 +160,34 @@ class Launcher:
         return np.array([*words, 0], dtype=np.int64)
 
     def run(
-        self, tape: int, a0: int = 0, a1: int = 0, a2: int = 0, a3: int = 0, a4: int = 0, a5: int = 0, a6: int = 0, a7: int = 0,
-        a8: int = 0, a9: int = 0, a10: int = 0, a11: int = 0, a12: int = 0, a13: int = 0, a14: int = 0, a15: int = 0,
-        a16: int = 0, a17: int = 0, a18: int = 0, a19: int = 0, a20: int = 0, a21: int = 0, a22: int = 0, a23: int = 0,
+        self,
+        tape: int,
+        a0: int = 0,
+        a1: int = 0,
+        a2: int = 0,
+        a3: int = 0,
+        a4: int = 0,
+        a5: int = 0,
+        a6: int = 0,
+        a7: int = 0,
+        a8: int = 0,
+        a9: int = 0,
+        a10: int = 0,
+        a11: int = 0,
+        a12: int = 0,
+        a13: int = 0,
+        a14: int = 0,
+        a15: int = 0,
+        a16: int = 0,
+        a17: int = 0,
+        a18: int = 0,
+        a19: int = 0,
+        a20: int = 0,
+        a21: int = 0,
+        a22: int = 0,
+        a23: int = 0,
         value: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run the tape at an address; every stage sees the same arguments."""
         if self._thread != get_ident():
             # numba keeps the number of threads per calling thread.

@@ -6,10 +6,11 @@ product is an exact integer; then `acc = fma(float(dot), d * s, acc)` and, where
 on the form. 16- and 32-bit weights take `acc = fma(x, w, acc)` over k in order.
 
 A panel of a group format holds the codes of all groups, then the scales: 16 float16 d a group (and 16 m).
-Nibbles: 4 vectors of 64 bytes a group; byte 4 * o + j of vector v has output o's codes of k = 8 * v + j (low half)
-and k = 8 * v + 4 + j (high half). Bytes: 8 vectors, byte 4 * o + j of vector v has k = 4 * v + j. A panel of 16- or
-32-bit weights is `[in, 16]`. An activation group is 48 bytes: 32 int8, float32 scale s, float32 s * sum, int32 -8 * sum, int32 -128 * sum; a
-group's rows follow one another (a tile's rows then lie at fixed offsets), groups are `rows * 48 + 64` bytes apart.
+Nibbles: 4 vectors of 64 bytes a group; byte 4 * o + j of vector v has output o's codes of k = 8 * v + j (low
+half) and k = 8 * v + 4 + j (high half). Bytes: 8 vectors, byte 4 * o + j of vector v has k = 4 * v + j. A
+panel of 16- or 32-bit weights is `[in, 16]`. An activation group is 48 bytes: 32 int8, float32 scale s,
+float32 s * sum, int32 -8 * sum, int32 -128 * sum; a group's rows follow one another (a tile's rows then lie
+at fixed offsets), groups are `rows * 48 + 64` bytes apart.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ def _q8_0_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: 
 def _add_group(
     e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any, *, nibbles: bool, minimum: bool
 ) -> Any:
-    """Emit one group for every row of a tile; native vectors one after another, so that their sums fit registers."""
+    """Emit one group for every row of a tile; native vectors one after another, so that their sums fit
+    registers.
+    """
     halves = ir.VectorType(INT16, LANES)
     rows = [e.row(x, stride, m) for m in range(len(sums))]
     d = e.from_f16(e.load(scales, halves))
@@ -249,8 +252,8 @@ def _panel_rows(
 def linear(args: int, part: int, parts: int) -> None:
     """Multiply; a unit of work is a block of rows and a panel.
 
-    Args: those of `quantise_rows` (x, its row stride, rows, width, quantised x or 0, bytes between groups), then panels,
-    bytes of a panel, outputs, bias, out, its row stride, kind of weights.
+    Args: those of `quantise_rows` (x, its row stride, rows, width, quantised x or 0, bytes between groups),
+    then panels, bytes of a panel, outputs, bias, out, its row stride, kind of weights.
     """
     dense, stride, rows, width, x, step = words(args, 6)
     panels, panel_bytes, outputs, bias, out, out_stride, kind = words(args + 48, 7)
@@ -284,5 +287,7 @@ def linear(args: int, part: int, parts: int) -> None:
 
 
 def group_bytes(rows: int) -> int:
-    """Bytes from one group's rows to the next's; a cache line more, lest they all fall on the same cache sets."""
+    """Bytes from one group's rows to the next's; a cache line more, lest they all fall on the same cache
+    sets.
+    """
     return rows * ACTIVATION_BYTES + 64

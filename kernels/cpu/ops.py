@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..base import AnyWeight, Past, SampleRows
 from ..layout import BLOCK_TOKENS, BlockLayout
-from ..weights import GROUP, GroupWeight, concat
+from ..weights import GroupWeight, concat
 from . import attention, cache, linear, pack, rowwise, sample
-from .forms import LANES, host_form
+from .forms import host_form
 from .launch import Launcher, Progress, Stage
 
 FEW_ROWS = 4
@@ -57,7 +57,7 @@ _TAPES = {
 
 
 class PackedWeight(Struct, frozen=True, kw_only=True):
-    """A weight in panels, for `num_out` outputs of its layer from `first_out` on. `width`: groups, or inputs."""
+    """A weight in panels, for outputs of its layer from `first_out` on; `width` is in groups or in inputs."""
 
     kind: int
     panels: Tensor
@@ -78,7 +78,9 @@ class PackedLinear(Struct, frozen=True, kw_only=True):
 
 
 class CpuOps:
-    """The ops on float32 CPU tensors, by compiled kernels. Rows may be strided; the last dimension is contiguous."""
+    """The ops on float32 CPU tensors, by compiled kernels. Rows may be strided; the last dimension is
+    contiguous.
+    """
 
     def __init__(self, launcher: Launcher, progress: Progress | None = None) -> None:
         self.name = f"cpu-{host_form().name}"
@@ -107,7 +109,9 @@ class CpuOps:
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """Group formats quantise the activations per row and group of 32."""
         rows = x.shape[0]
-        assert x.shape[1] == weight.num_in and x.stride(1) == 1 and x.dtype == torch.float32
+        assert x.dtype == torch.float32
+        assert x.shape[1] == weight.num_in
+        assert x.stride(1) == 1
         out = torch.empty(rows, weight.num_out)
         for part in weight.parts:
             tail = (
@@ -145,20 +149,38 @@ class CpuOps:
         out = torch.empty(rows, width)
         self._run(
             self._at["add_rms_norm_few" if rows <= FEW_ROWS else "add_rms_norm"],
-            residual.data_ptr(), 4 * residual.stride(0), x.data_ptr(), 4 * x.stride(0),
-            weight.data_ptr(), out.data_ptr(), rows, width, value=eps,
-        )  # fmt: skip
+            residual.data_ptr(),
+            4 * residual.stride(0),
+            x.data_ptr(),
+            4 * x.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            value=eps,
+        )
         return out
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rows and heads may be strided, so queries and keys can be rotated in one call on the fused projection."""
+        """Rows and heads may be strided, so queries and keys can be rotated in one call on the fused
+        projection.
+        """
         rows, heads, head_dim = x.shape
         out = torch.empty(rows, heads, head_dim)
         self._run(
             self._at["rope_few" if rows <= FEW_ROWS else "rope"],
-            x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1), cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0),
-            out.data_ptr(), rows, heads, head_dim, cos.shape[1],
-        )  # fmt: skip
+            x.data_ptr(),
+            4 * x.stride(0),
+            4 * x.stride(1),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            4 * cos.stride(0),
+            out.data_ptr(),
+            rows,
+            heads,
+            head_dim,
+            cos.shape[1],
+        )
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -181,15 +203,25 @@ class CpuOps:
     def present_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values are laid out in float32 blocks first; then it is the same arithmetic as over the past."""
+        """Keys and values are laid out in float32 blocks first; then it is the same arithmetic as over the
+        past.
+        """
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
         tape = "present_few" if q.shape[0] <= FEW_ROWS else "present"
         self._attend(tape, q, cu_rows, k.shape[1], scale, out, lse, present=(k, v))
         return out, lse
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_rows: Tensor,
+        layer: Tensor,
+        layout: BlockLayout,
+        past: Past,
+        scale: float,
+    ) -> Tensor:
         """Past and present in one go: the present is one more part to fold."""
         out = torch.empty(q.shape)
         tape = "attention_few" if q.shape[0] <= FEW_ROWS else "present"
@@ -203,8 +235,9 @@ class CpuOps:
         out = torch.empty(out_a.shape)
         rows, heads, head_dim = out_a.shape
         tape = self._at["merge_few" if rows <= FEW_ROWS else "merge"]
-        parts = (t.contiguous() for t in (out_a, lse_a, out_b, lse_b))
-        self._run(tape, *(t.data_ptr() for t in parts), out.data_ptr(), rows * heads, head_dim)
+        parts = [t.contiguous() for t in (out_a, lse_a, out_b, lse_b)]
+        a, a_lse, b, b_lse = (t.data_ptr() for t in parts)
+        self._run(tape, a, a_lse, b, b_lse, out.data_ptr(), rows * heads, head_dim)
         return out
 
     def commit(
@@ -214,9 +247,20 @@ class CpuOps:
         k, v = k.to(layout.dtype).contiguous(), v.to(layout.dtype).contiguous()
         blocks, slots = blocks.to(torch.int32), slots.to(torch.int32)
         self._run(
-            self._at["commit"], cache.data_ptr(), cache.stride(0), layout.block_bytes, k.data_ptr(), v.data_ptr(),
-            blocks.data_ptr(), slots.data_ptr(), k.shape[0], k.shape[1], k.shape[2], k.shape[3], layout.dtype.itemsize,
-        )  # fmt: skip
+            self._at["commit"],
+            cache.data_ptr(),
+            cache.stride(0),
+            layout.block_bytes,
+            k.data_ptr(),
+            v.data_ptr(),
+            blocks.data_ptr(),
+            slots.data_ptr(),
+            k.shape[0],
+            k.shape[1],
+            k.shape[2],
+            k.shape[3],
+            layout.dtype.itemsize,
+        )
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """A row a thread."""
@@ -229,35 +273,63 @@ class CpuOps:
         temperature = rows.temperature.float().contiguous()
         top_k, seed, choice, position = (t.data_ptr() for t in integers)
         self._run(
-            self._at["sample"], logits.data_ptr(), 4 * logits.stride(0), num_rows, vocabulary,
-            temperature.data_ptr(), top_k, reals[0].data_ptr(), reals[1].data_ptr(), seed, choice, position,
-            out.data_ptr(), scratch.data_ptr(), scratch_bytes,
-        )  # fmt: skip
+            self._at["sample"],
+            logits.data_ptr(),
+            4 * logits.stride(0),
+            num_rows,
+            vocabulary,
+            temperature.data_ptr(),
+            top_k,
+            reals[0].data_ptr(),
+            reals[1].data_ptr(),
+            seed,
+            choice,
+            position,
+            out.data_ptr(),
+            scratch.data_ptr(),
+            scratch_bytes,
+        )
         return out
 
     def _attend(
-        self, tape: str, q: Tensor, cu_rows: Tensor, num_kv_heads: int, scale: float, out: Tensor, lse: Tensor | None,
-        past: tuple[Tensor, BlockLayout, Past] | None = None, present: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tape: str,
+        q: Tensor,
+        cu_rows: Tensor,
+        num_kv_heads: int,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+        past: tuple[Tensor, BlockLayout, Past] | None = None,
+        present: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         """Hand the kernels what there is; `out` and `lse` are filled."""
         rows, heads, head_dim = q.shape
         sequences = cu_rows.shape[0] - 1
-        assert q.stride(1) == head_dim and cu_rows.dtype == torch.int32
-        assert head_dim % 8 == 0 and attention.MIN_HEAD_DIM <= head_dim <= attention.MAX_HEAD_DIM
+        assert q.stride(1) == head_dim
+        assert cu_rows.dtype == torch.int32
+        assert head_dim % 8 == 0
+        assert attention.MIN_HEAD_DIM <= head_dim <= attention.MAX_HEAD_DIM
         past_args, max_parts = (0, 0, 0, 0, 0, 0, 0), 0
         if past is not None:
             layer, layout, committed = past
             table = committed.block_table
-            assert table.dtype == torch.int32 and table.stride(1) == 1
+            assert table.dtype == torch.int32
+            assert table.stride(1) == 1
             past_args = (
-                layer.data_ptr(), layer.stride(0), layout.dtype.itemsize, _ELEMENT_KINDS[layout.dtype],
-                table.data_ptr(), 4 * table.stride(0), committed.lengths.data_ptr(),
-            )  # fmt: skip
+                layer.data_ptr(),
+                layer.stride(0),
+                layout.dtype.itemsize,
+                _ELEMENT_KINDS[layout.dtype],
+                table.data_ptr(),
+                4 * table.stride(0),
+                committed.lengths.data_ptr(),
+            )
             max_parts = -(-table.shape[1] * BLOCK_TOKENS // attention.PARTITION)
         packed, present_args = None, (0, 0, 0, 0)
         packed_at = ids_at = 0
         if present is not None:
-            k, v = present
+            k, v = (t.float() for t in present)
             num_blocks = rows // BLOCK_TOKENS + sequences
             packed = torch.empty(num_blocks * (num_kv_heads * head_dim * 2 * BLOCK_TOKENS + 1))
             packed_at = packed.data_ptr()
@@ -265,12 +337,28 @@ class CpuOps:
             present_args = (k.data_ptr(), 4 * k.stride(0), v.data_ptr(), 4 * v.stride(0))
         split_rows = min(rows, sequences * (attention.UNIT_VECTORS * num_kv_heads // heads))
         states = (split_rows * max_parts + 2 * rows) * heads
-        scratch = torch.empty(states * (attention.STATE_HEAD + head_dim))
+        state_floats = states * (attention.STATE_HEAD + head_dim)
+        scratch_floats = self._launcher.num_threads * attention.scratch_bytes(head_dim) // 4
+        scratch = torch.empty(state_floats + scratch_floats)
         self._run(
-            self._at[tape], q.data_ptr(), 4 * q.stride(0), cu_rows.data_ptr(), sequences, heads, num_kv_heads, head_dim,
-            scratch.data_ptr(), *past_args, packed_at, ids_at, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-            *present_args, value=scale,
-        )  # fmt: skip
+            self._at[tape],
+            q.data_ptr(),
+            4 * q.stride(0),
+            cu_rows.data_ptr(),
+            sequences,
+            heads,
+            num_kv_heads,
+            head_dim,
+            scratch.data_ptr(),
+            *past_args,
+            packed_at,
+            ids_at,
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            *present_args,
+            scratch.data_ptr() + 4 * state_floats,
+            value=scale,
+        )
 
 
 def _format(weight: AnyWeight) -> str:
@@ -302,6 +390,12 @@ def _pack(weights: list[AnyWeight], first_out: int, bias: Tensor | None) -> Pack
         )
     own_bias = None if bias is None else pack.pack_bias(bias[first_out : first_out + num_out])
     return PackedWeight(
-        kind=kind, panels=panels, panel_bytes=panels[0].numel() * panels.element_size(), first_out=first_out,
-        num_out=num_out, width=width, grouped=bool(groups), bias=own_bias,
-    )  # fmt: skip
+        kind=kind,
+        panels=panels,
+        panel_bytes=panels[0].numel() * panels.element_size(),
+        first_out=first_out,
+        num_out=num_out,
+        width=width,
+        grouped=bool(groups),
+        bias=own_bias,
+    )

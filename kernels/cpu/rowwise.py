@@ -68,7 +68,9 @@ def rms_norm(args: int, part: int, parts: int) -> None:
 
 
 def add_rms_norm(args: int, part: int, parts: int) -> None:
-    """Args: residual (added to in place), its row stride, x, its row stride, weight, out, rows, width; real: eps."""
+    """Args: residual (added to in place), its row stride, x, its row stride, weight, out, rows, width; real:
+    eps.
+    """
     residual, stride, x, x_stride, weight, out, rows, width = words(args, 8)
     whole = width - width % 16
     for row in range(rows * part // parts, rows * (part + 1) // parts):
@@ -120,7 +122,9 @@ def _rotate(first: int, second: int, out_first: int, out_second: int, cos: int, 
 
 
 def rope(args: int, part: int, parts: int) -> None:
-    """Args: x, its row and head strides, cos, sin, their row stride, out, rows, heads, head_dim, rotary pairs."""
+    """Args: x, its row and head strides, cos, sin, their row stride, out, rows, heads, head_dim, rotary
+    pairs.
+    """
     x, row_stride, head_stride, cos, sin, table_stride, out, rows, heads, head_dim, pairs = words(args, 11)
     for row in range(rows * part // parts, rows * (part + 1) // parts):
         row_cos, row_sin = cos + row * table_stride, sin + row * table_stride

@@ -1,7 +1,9 @@
-"""Choosing tokens: the argmax of logits / T + Gumbel noise over what the filters leave (`../noise.py` defines the noise).
+"""Choosing tokens: the argmax of logits / T + Gumbel noise over what the filters leave (`../noise.py` defines
+the noise).
 
-All three filters come down to one cut: a token stays if its scaled logit is above `cut`, or equal to it and its index at
-most `last`. Top-k and top-p find theirs by a histogram of the distance to the best logit and by sorting one bucket.
+All three filters come down to one cut: a token stays if its scaled logit is above `cut`, or equal to it and
+its index at most `last`. Top-k and top-p find theirs by a histogram of the distance to the best logit and by
+sorting one bucket.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ from .vector import (
 
 BUCKETS = 2048
 BUCKETS_PER_UNIT = 64.0
-"""Buckets reach 32 below the best logit; what lies deeper (a probability under 1e-13 each) shares the last one."""
+"""Buckets reach 32 below the best logit; what lies deeper (a probability under 1e-13 each) shares the last
+one.
+"""
 
 _INFINITY = np.float32(math.inf)
 
@@ -87,7 +91,9 @@ def _uniform(e: Emitter, words_: Any) -> Any:
 
 @op(types.none, ADDRESS, F32, types.int64)
 def _challenge(e: Emitter, best: Any, values: Any, first: Any) -> None:
-    """Keep, per lane, the larger value and its index (at `best`: 16 float32, 16 int32); the earlier one on a tie."""
+    """Keep, per lane, the larger value and its index (at `best`: 16 float32, 16 int32); the earlier one on a
+    tie.
+    """
     b = e.b
     old, old_index = e.load(best, F32.llvm), e.load(best, I32.llvm, 64)
     index = b.add(e.splat(b.trunc(first, INT32)), ir.Constant(I32.llvm, list(range(LANES))))
@@ -137,7 +143,7 @@ def _sort_key(e: Emitter, value: Any, index: Any) -> Any:
 @compiled
 def _bucket(best: float, value: float) -> int:
     distance = (best - value) * np.float32(BUCKETS_PER_UNIT)
-    return np.int64(distance) if distance < np.float32(BUCKETS - 1) else BUCKETS - 1
+    return int(distance) if distance < np.float32(BUCKETS - 1) else BUCKETS - 1
 
 
 @compiled
@@ -231,7 +237,9 @@ def _top_p_cut(
     masses: int,
     keys: int,
 ) -> tuple[float, int]:
-    """The last token of the nucleus, (scaled logit, index): the first whose sum reaches `enough`; none lies below `floor`."""
+    """The last token of the nucleus, (scaled logit, index): the first whose sum reaches `enough`; none lies
+    below `floor`.
+    """
     mass = 0.0
     for bucket in range(BUCKETS):
         more = read_f64(masses + 8 * bucket)
@@ -253,7 +261,7 @@ def _top_p_cut(
 @compiled
 def _cut(
     scaled: int, vocabulary: int, best: float, top_k: int, top_p: float, min_p: float, scratch: int
-) -> tuple[float, int]:
+) -> tuple[Any, int]:
     """The cut of a row's filters, (scaled logit, index)."""
     counts, masses = scratch, scratch + 8 * BUCKETS
     keys = masses + 8 * BUCKETS
@@ -270,7 +278,7 @@ def _cut(
     if min_p > np.float32(0.0):
         least = best + np.float32(math.log(np.float64(min_p)))
         if least > cut:
-            cut, last = least, vocabulary
+            return least, vocabulary
     return cut, last
 
 
@@ -288,7 +296,7 @@ def _scale_row(logits: int, vocabulary: int, temperature: float, scaled: int) ->
 
 
 @compiled
-def _begin(best: float) -> None:
+def _begin(best: int) -> None:
     store(best, splat(-_INFINITY))
     for lane in range(16):
         write_i32(best + 64 + 4 * lane, lane)
@@ -323,8 +331,9 @@ def _noised(
 
 
 def sample(args: int, part: int, parts: int) -> None:
-    """Args: logits, their row stride, rows, vocabulary, temperature, top_k, top_p, min_p, seed, choice, position (float32
-    and int64), out (int64), scratch, bytes of scratch a part."""
+    """Args: logits, their row stride, rows, vocabulary, temperature, top_k, top_p, min_p, seed, choice,
+    position (float32 and int64), out (int64), scratch, bytes of scratch a part.
+    """
     logits, stride, rows, vocabulary, temperature, top_k, top_p, min_p = words(args, 8)
     seed, choice, position, out, scratch, scratch_bytes = words(args + 64, 6)
     scaled = scratch + part * scratch_bytes
@@ -335,9 +344,14 @@ def sample(args: int, part: int, parts: int) -> None:
         else:
             best = _scale_row(source, vocabulary, heat, scaled)
             cut, last = _cut(
-                scaled, vocabulary, best, read_i64(top_k + 8 * row), read(top_p + 4 * row), read(min_p + 4 * row),
+                scaled,
+                vocabulary,
+                best,
+                read_i64(top_k + 8 * row),
+                read(top_p + 4 * row),
+                read(min_p + 4 * row),
                 scaled + 4 * vocabulary + 64,
-            )  # fmt: skip
+            )
             token = _noised(
                 scaled,
                 vocabulary,

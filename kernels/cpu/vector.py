@@ -1,8 +1,8 @@
 """Vectors as numba values: what kernels are written with.
 
-`F32` and `I32` are 16 lanes of float32 and int32; addresses are int64. A kernel is plain numba code over these.
-What must be unrolled into registers is a function of its own over a tuple of vectors (`zeros(4)`), written
-as a Python loop that emits code (`tile`).
+`F32` and `I32` are 16 lanes of float32 and int32; addresses are int64. A kernel is plain numba code over
+these. What must be unrolled into registers is a function of its own over a tuple of vectors (`zeros(4)`),
+written as a Python loop that emits code (`tile`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Vector(types.Type):  # type: ignore[misc]  # numba is untyped
         self.llvm = ir.VectorType(lane, LANES)
 
 
-@register_model(Vector)  # type: ignore[untyped-decorator]  # numba is untyped
+@register_model(Vector)
 class VectorModel(models.PrimitiveModel):  # type: ignore[misc]  # numba is untyped
     """A vector is held in registers as it is."""
 
@@ -46,7 +46,7 @@ _EXP_COEFFICIENTS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.666666
 
 
 def _named_after(emit: Code, define: Code) -> Code:
-    """Give numba's definition the name, the documentation and the parameter list of the function that emits."""
+    """Give numba's definition the name, documentation and parameters of the function that emits."""
     functools.update_wrapper(define, emit)
     define.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]  # numba reads it off the function
     return define
@@ -63,7 +63,7 @@ def op(result: types.Type, *args: types.Type) -> Callable[[Code], Code]:
         def define(typing_context: Any, *given: types.Type) -> Any:
             return result(*args), generate
 
-        return intrinsic(_named_after(emit, define))  # type: ignore[no-any-return]  # numba is untyped
+        return intrinsic(_named_after(emit, define))
 
     return decorate
 
@@ -71,7 +71,8 @@ def op(result: types.Type, *args: types.Type) -> Callable[[Code], Code]:
 def tile(emit: Code) -> Code:
     """Make a numba function over a tuple of vectors from one that emits its code.
 
-    `f(emitter, vectors, *values)` -> as many new vectors. The tuple may have any length, `values` are integers.
+    `f(emitter, vectors, *values)` -> as many new vectors. The tuple may have any length, `values` are
+    integers.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
@@ -82,7 +83,7 @@ def tile(emit: Code) -> Code:
     def define(typing_context: Any, vectors: types.Type, *rest: types.Type) -> Any:
         return vectors(vectors, *(ADDRESS for _ in rest)), generate
 
-    return intrinsic(_named_after(emit, define))  # type: ignore[no-any-return]  # numba is untyped
+    return intrinsic(_named_after(emit, define))
 
 
 compiled: Callable[[Code], Code] = njit(error_model="numpy")
@@ -289,7 +290,8 @@ def _halve(e: Emitter, x: Any, combine: Code) -> Any:
 def exp(e: Emitter, x: Any) -> Any:
     """e^x within 2 units in the last place; 0 from -87.3 down, infinite from 88.7 up.
 
-    x = n * ln 2 + r with |r| <= ln 2 / 2; e^r by Cephes' polynomial of degree 7; ln 2 in two parts keeps r exact.
+    x = n * ln 2 + r with |r| <= ln 2 / 2; e^r by Cephes' polynomial of degree 7; ln 2 in two parts keeps r
+    exact.
     """
     b, c = e.b, lambda value: e.constant(FLOAT, value)
     low, high = c(-87.33654), c(88.72283)
@@ -332,7 +334,9 @@ def exp_falling(e: Emitter, x: Any) -> Any:
 
 @op(F32, F32)
 def log(e: Emitter, x: Any) -> Any:
-    """The natural logarithm of positive normal numbers, within 2 units in the last place (Cephes' polynomial)."""
+    """The natural logarithm of positive normal numbers, within 2 units in the last place (Cephes'
+    polynomial).
+    """
     b, c, i = e.b, lambda value: e.constant(FLOAT, value), lambda value: e.constant(INT32, value)
     bits = b.bitcast(x, I32.llvm)
     # The mantissa in [sqrt(1/2), sqrt(2)): subtracting sqrt(1/2)'s bits carries into the exponent where due.

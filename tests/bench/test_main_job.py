@@ -225,6 +225,20 @@ def test_the_whole_job_on_a_stand_in(tmp_path: Path) -> None:
     assert ours.keep_alive_late_p99_s < 1
 
 
+def test_a_server_that_dies_under_load_is_named(tmp_path: Path) -> None:
+    """A server that ends while it is measured is an error of its own, with its exit status."""
+    dying = SERVER.replace("self.end_headers()", "self.end_headers(); __import__('os')._exit(7)")
+
+    async def main() -> None:
+        port = free_port()
+        command = [sys.executable, "-c", dying, str(port)]
+        async with ServedProcess(command, f"http://127.0.0.1:{port}", tmp_path / "log") as served:
+            await served.wait()
+
+    with pytest.raises(BenchError, match=r"ended \(7\) while it was measured"):
+        asyncio.run(main())
+
+
 def test_a_model_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that does not exist ends the job with status 2 and the path."""
     with pytest.raises(BenchError, match=r"none\.gguf"):

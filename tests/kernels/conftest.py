@@ -13,6 +13,7 @@ from surefoot.kernels.cpu.launch import Launcher
 from surefoot.kernels.cpu.ops import CpuOps
 from surefoot.kernels.reference import ReferenceOps
 
+
 @pytest.fixture(autouse=True)
 def nan_filled_memory() -> Iterator[None]:
     """`torch.empty` gives NaN, so that an element nobody wrote fails loudly."""
@@ -24,7 +25,9 @@ def nan_filled_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernel_cache(pytestconfig: pytest.Config) -> Path:
-    """Compiled kernels are kept between runs and shared by workers; the folder's name holds the sources' hash."""
+    """Compiled kernels are kept between runs and shared by workers; the folder's name holds the sources'
+    hash.
+    """
     return pytestconfig.rootpath / ".cache" / "kernels"
 
 

@@ -1,4 +1,6 @@
-"""What every op gives for fixed inputs; as a program, in a process of its own that may compile for another processor."""
+"""What every op gives for fixed inputs; as a program, in a process of its own that may compile for another
+processor.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,14 @@ def form_outputs(ops: CpuOps) -> dict[str, Tensor]:
         outputs[f"attention {dtype}"] = ops.attention(q, k, k, cu_rows, layer, layout, past, 0.125)
     index = torch.arange(13)
     rows = SampleRows(
-        temperature=torch.full((13,), 0.8), top_k=index * 5, top_p=torch.full((13,), 0.9), min_p=torch.zeros(13),
-        seed=index * 12345, choice=index, position=index,
-    )  # fmt: skip
+        temperature=torch.full((13,), 0.8),
+        top_k=index * 5,
+        top_p=torch.full((13,), 0.9),
+        min_p=torch.zeros(13),
+        seed=index * 12345,
+        choice=index,
+        position=index,
+    )
     outputs["sample"] = ops.sample(torch.randn(13, 1000) * 3, rows)
     return outputs
 

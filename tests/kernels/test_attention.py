@@ -24,7 +24,11 @@ class Case:
     """Sequences with random queries and a random cache; every block that is not theirs is not a number."""
 
     def __init__(
-        self, rows: list[int], lengths: list[int], heads: tuple[int, int, int] = HEADS[0], dtype: torch.dtype = torch.float32
+        self,
+        rows: list[int],
+        lengths: list[int],
+        heads: tuple[int, int, int] = HEADS[0],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         num_heads, num_kv_heads, head_dim = heads
         self.layout = BlockLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
@@ -32,17 +36,26 @@ class Case:
         self.cu_rows = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32)
         total = sum(rows)
         self.q = torch.randn(total, num_heads, head_dim)
-        self.k, self.v = torch.randn(total, num_kv_heads, head_dim), torch.randn(total, num_kv_heads, head_dim)
+        self.k, self.v = (
+            torch.randn(total, num_kv_heads, head_dim),
+            torch.randn(total, num_kv_heads, head_dim),
+        )
         counts = [math.ceil(n / BLOCK_TOKENS) for n in lengths]
         order = torch.randperm(sum(counts) + 3).to(torch.int32)
-        self.layer = torch.full((len(order), self.layout.block_bytes // dtype.itemsize), math.nan, dtype=dtype).view(torch.uint8)
+        self.layer = torch.full(
+            (len(order), self.layout.block_bytes // dtype.itemsize), math.nan, dtype=dtype
+        ).view(torch.uint8)
         table = torch.zeros(len(rows), max(1, *counts), dtype=torch.int32)
         for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
             table[b, :count], order = order[:count], order[count:]
             for t in range(length):
                 block = int(table[b, t // BLOCK_TOKENS])
-                self.layout.k_plane(self.layer)[block, :, :, t % BLOCK_TOKENS] = torch.randn(num_kv_heads, head_dim).to(dtype)
-                self.layout.v_plane(self.layer)[block, :, t % BLOCK_TOKENS] = torch.randn(num_kv_heads, head_dim).to(dtype)
+                self.layout.k_plane(self.layer)[block, :, :, t % BLOCK_TOKENS] = torch.randn(
+                    num_kv_heads, head_dim
+                ).to(dtype)
+                self.layout.v_plane(self.layer)[block, :, t % BLOCK_TOKENS] = torch.randn(
+                    num_kv_heads, head_dim
+                ).to(dtype)
         self.past = Past(block_table=table, lengths=torch.tensor(lengths, dtype=torch.int32))
 
     def past_attention(self, ops: Ops, *, double: bool = False) -> tuple[Tensor, Tensor]:
@@ -114,7 +127,9 @@ def test_an_empty_part_changes_nothing(ops: Ops) -> None:
 def test_fused_attention_is_past_present_and_merge(ops: Ops) -> None:
     """The one-call form agrees with the three ops it stands for."""
     case = Case([1, 30, 100, 1], [17, 300, 0, 513], dtype=torch.bfloat16)
-    fused = ops.attention(case.q, case.k, case.v, case.cu_rows, case.layer, case.layout, case.past, case.scale)
+    fused = ops.attention(
+        case.q, case.k, case.v, case.cu_rows, case.layer, case.layout, case.past, case.scale
+    )
     reference = ReferenceOps()
     expected = reference.merge(
         *case.past_attention(reference, double=True), *case.present_attention(reference, double=True)
@@ -138,7 +153,7 @@ def test_past_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps, 
 
 
 def test_present_bits_do_not_depend_on_later_rows(cpu: CpuOps, cpu_threads: CpuOps) -> None:
-    """A row's bits depend on the rows before it in its sequence, not on those after it or on other sequences."""
+    """A row's bits depend on the rows before it in its sequence, on no later or other ones."""
     case = Case([300, 1, 63], [0, 0, 0])
     out, lse = case.present_attention(cpu)
     assert torch.equal(case.present_attention(cpu_threads)[0], out)

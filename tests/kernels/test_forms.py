@@ -20,7 +20,7 @@ _FEATURES = {
     "portable": "+sse2",
     "avx2": "+sse2,+sse4.2,+ssse3,+avx,+avx2,+fma,+f16c,+bmi,+bmi2",
 }
-_AVX512 = frozenset("avx512f avx512bw avx512vl avx512vnni fma f16c avx2".split())
+_AVX512 = frozenset(["avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma", "f16c", "avx2"])
 
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
 

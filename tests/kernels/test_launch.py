@@ -19,7 +19,13 @@ def _rms_norm(launcher: Launcher, x: torch.Tensor) -> torch.Tensor:
     tape = launcher.tape([Stage(rowwise.rms_norm)])
     weight, out = torch.ones(x.shape[1]), torch.empty(x.shape)
     launcher.run(
-        tape.ctypes.data, x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), out.data_ptr(), *x.shape, value=1e-5
+        tape.ctypes.data,
+        x.data_ptr(),
+        4 * x.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        *x.shape,
+        value=1e-5,
     )
     return out
 
@@ -32,7 +38,9 @@ def test_progress_names_every_kernel(tmp_path: Path) -> None:
 
 
 def test_machine_code_is_kept_and_found_again(tmp_path: Path) -> None:
-    """A second start loads what the first compiled, from one folder named after its inputs, and computes the same."""
+    """A second start loads what the first compiled, from one folder named after its inputs, and computes the
+    same.
+    """
     x = torch.randn(3, 64)
     first = Launcher(tmp_path, 1)
     first.compile([rowwise.rms_norm])

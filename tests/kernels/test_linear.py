@@ -46,7 +46,9 @@ def test_dense_product(ops: Ops, dtype: torch.dtype, num_out: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_out", SIZES)
 @pytest.mark.parametrize("rows", SIZES)
-def test_group_product_is_exact_on_quantised_activations(cpu: CpuOps, kind: GroupKind, num_out: int, rows: int) -> None:
+def test_group_product_is_exact_on_quantised_activations(
+    cpu: CpuOps, kind: GroupKind, num_out: int, rows: int
+) -> None:
     """Group formats multiply the int8 activations exactly, but for the rounding of the float sums."""
     weight, x = random_weight(kind, num_out, 96), torch.randn(rows, 96)
     actual = cpu.linear(x, cpu.prepare_linear(weight))
@@ -60,7 +62,11 @@ def test_extreme_codes_do_not_overflow(cpu: CpuOps, kind: GroupKind) -> None:
     data[..., -(32 if kind == "q8_0" else 16) :] = 0x80 if kind == "q8_0" else 0xFF
     weight = GroupWeight(kind=kind, data=data.flatten(1))
     x = torch.tensor([[1.0], [-1.0]]).expand(2, 64).contiguous()
-    assert_close(f"linear {kind}", cpu.linear(x, cpu.prepare_linear(weight)), x.double() @ dequantise(weight).double().T)
+    assert_close(
+        f"linear {kind}",
+        cpu.linear(x, cpu.prepare_linear(weight)),
+        x.double() @ dequantise(weight).double().T,
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -75,7 +81,9 @@ def test_bits_do_not_depend_on_the_batch(cpu: CpuOps, fmt: GroupKind | torch.dty
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_bits_do_not_depend_on_threads(cpu: CpuOps, cpu_threads: CpuOps, fmt: GroupKind | torch.dtype) -> None:
+def test_bits_do_not_depend_on_threads(
+    cpu: CpuOps, cpu_threads: CpuOps, fmt: GroupKind | torch.dtype
+) -> None:
     """One thread and two give the same bits."""
     weight, x = _weight(fmt, 111, 96), torch.randn(63, 96)
     alone = cpu.linear(x, cpu.prepare_linear(weight))
@@ -92,7 +100,12 @@ def test_bias_is_added(cpu: CpuOps, fmt: GroupKind | torch.dtype) -> None:
 
 def test_fused_weights_equal_separate_ones(cpu: CpuOps) -> None:
     """Several weights as one layer, of one format or of several, give the bits that each gives alone."""
-    weights = [random_weight("q4_1", 20, 64), random_weight("q4_1", 7, 64), random_weight("q8_0", 9, 64), torch.randn(5, 64)]
+    weights = [
+        random_weight("q4_1", 20, 64),
+        random_weight("q4_1", 7, 64),
+        random_weight("q8_0", 9, 64),
+        torch.randn(5, 64),
+    ]
     bias, x = torch.randn(41), torch.randn(6, 64)
     fused = cpu.linear(x, cpu.prepare_linear(weights, bias))
     separate = torch.cat([cpu.linear(x, cpu.prepare_linear(w)) for w in weights], dim=1) + bias
@@ -103,7 +116,9 @@ def test_reference_takes_every_format(ops: Ops) -> None:
     """Both op sets accept groups and lists of weights; int8 activations cost under a hundredth."""
     weights = [quantise_q8_0(torch.randn(20, 64)), torch.randn(5, 64)]
     x = torch.randn(6, 64)
-    expected = torch.cat([x.double() @ (dequantise(weights[0]).double().T), x.double() @ weights[1].double().T], dim=1)
+    expected = torch.cat(
+        [x.double() @ (dequantise(weights[0]).double().T), x.double() @ weights[1].double().T], dim=1
+    )
     assert_close("linear", ops.linear(x, ops.prepare_linear(weights)), expected, torch.bfloat16)
 
 

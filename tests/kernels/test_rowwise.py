@@ -72,10 +72,13 @@ def test_rows_may_be_strided(cpu: CpuOps) -> None:
     """Slices of a fused projection are read where they lie."""
     fused, angle = torch.randn(9, 7, 64), torch.rand(9, 32)
     assert torch.equal(
-        cpu.rope(fused[:, 2:5], angle.cos(), angle.sin()), cpu.rope(fused[:, 2:5].contiguous(), angle.cos(), angle.sin())
+        cpu.rope(fused[:, 2:5], angle.cos(), angle.sin()),
+        cpu.rope(fused[:, 2:5].contiguous(), angle.cos(), angle.sin()),
     )
     wide, weight = torch.randn(9, 200), torch.randn(64)
-    assert torch.equal(cpu.rms_norm(wide[:, 3:67], weight, 1e-5), cpu.rms_norm(wide[:, 3:67].contiguous(), weight, 1e-5))
+    assert torch.equal(
+        cpu.rms_norm(wide[:, 3:67], weight, 1e-5), cpu.rms_norm(wide[:, 3:67].contiguous(), weight, 1e-5)
+    )
     assert torch.equal(cpu.silu_mul(wide[:, 3:67]), cpu.silu_mul(wide[:, 3:67].contiguous()))
 
 
