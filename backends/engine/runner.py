@@ -112,11 +112,16 @@ class ModelRunner:
             present_k, present_v = self._step_k[layer, : step.num_rows], self._step_v[layer, : step.num_rows]
             present_k.copy_(k)
             present_v.copy_(v)
-            past_out, past_lse = self._ops.past_attention(
-                q, step.cu_rows, self._cache[layer], self._layout, step.past, self._scale
+            return self._ops.attention(
+                q,
+                present_k,
+                present_v,
+                step.cu_rows,
+                self._cache[layer],
+                self._layout,
+                step.past,
+                self._scale,
             )
-            out, lse = self._ops.present_attention(q, present_k, present_v, step.cu_rows, self._scale)
-            return self._ops.merge(past_out, past_lse, out, lse)
 
         hidden = self._model.forward(step.token_ids, step.positions, attend)
         return self._model.logits(hidden[step.logit_rows])

@@ -1,10 +1,12 @@
-"""Attention over blocks of 16 tokens: the committed past, and the present once it is packed into blocks.
+"""Attention over blocks of 16 tokens: the committed past, then the present, in order of position.
 
-A query vector is one (row, head). For a partition of 256 tokens it takes: scores, one chain over head_dim
+A query vector is one (row, head). For a partition of 256 positions it takes: scores, one chain over head_dim
 each; their maximum; exp and sum; the weighted sum of V, one chain over tokens per output. Partitions are
 folded in order: `state = (top, total, acc)`, `acc = fma(part, exp(top_part - top), acc * exp(top_old -
-top))`. So a query's bits depend on its own tokens alone: not on the tile it is in, the number of rows, or
-which thread folds.
+top))`. Where the past ends and the present begins changes nothing: the block that both share is packed into
+float32 with the present's, so every partition holds the same numbers in the same places. So a query's bits
+depend on its position and its own tokens alone: not on how the prompt was cut into steps, the tile it is in,
+the number of rows, or which thread folds.
 
 Work is cut per sequence and KV head. Few vectors (decoding): one unit a partition, states are folded in a
 second stage. Many vectors (a prefill chunk): one unit per 64 vectors, which folds as it goes.
@@ -52,7 +54,6 @@ from .vector import (
     tile,
     words,
     write,
-    write_i32,
     zero,
     zeros,
 )
@@ -130,15 +131,21 @@ def _weighted(sums: Any, kind: int, p: int, v: int, row_bytes: int, count: int) 
 
 
 class Blocks(NamedTuple):
-    """Keys and values of one sequence and KV head."""
+    """Keys and values of one sequence and KV head: cached blocks, then packed ones side by side.
 
-    kind: int
+    A block is K `[head_dim, 16]`, then V `[16, head_dim]`; in packed ones both are float32.
+    """
+
     head_dim: int
-    table: int  # address of int32 block ids
-    base: int  # address of block 0's part of this head: K `[head_dim, 16]`, then V `[16, head_dim]`
-    block_bytes: int
-    element_bytes: int
     tokens: int
+    num_cached: int
+    kind: int  # element type of cached blocks
+    element_bytes: int
+    table: int  # address of int32 ids of cached blocks
+    base: int  # address of this head's part of cached block 0
+    block_bytes: int
+    packed: int  # address of this head's part of the first packed block
+    packed_bytes: int
 
 
 class Queries(NamedTuple):
@@ -148,7 +155,8 @@ class Queries(NamedTuple):
     row_bytes: int
     group: int
     vectors: int
-    causal: bool  # row r sees the first r + 1 tokens
+    offset: int  # position of row 0
+    causal: bool  # row r sees the positions up to its own, `offset + r`; else all rows see all
 
 
 class States(NamedTuple):
@@ -157,6 +165,31 @@ class States(NamedTuple):
     base: int
     row_bytes: int
     head_bytes: int
+
+
+@compiled
+def _block(blocks: Blocks, index: int) -> int:
+    if index < blocks.num_cached:
+        return blocks.base + read_i32(blocks.table + 4 * index) * blocks.block_bytes
+    return blocks.packed + (index - blocks.num_cached) * blocks.packed_bytes
+
+
+@compiled
+def _element_bytes(blocks: Blocks, index: int) -> int:
+    return blocks.element_bytes if index < blocks.num_cached else 4
+
+
+@compiled
+def _kind(blocks: Blocks, index: int) -> int:
+    return blocks.kind if index < blocks.num_cached else F32_
+
+
+@compiled
+def _num_seen(blocks: Blocks, queries: Queries, vector: int) -> int:
+    """Tokens that a vector sees."""
+    if queries.causal:
+        return min(blocks.tokens, queries.offset + vector // queries.group + 1)
+    return blocks.tokens
 
 
 @compiled
@@ -236,51 +269,43 @@ def _attend_tile(
     cold: bool,
     scale: float,
 ) -> None:
-    """One partition of the past or present for a tile of vectors, folded into their states."""
+    """One partition for a tile of vectors, folded into their states."""
     scores, q, factors, part = stack(8 * 1024), stack(8 * 1024), stack(8 * 8), stack(8 * 128)
     count, head_dim = len(empty), blocks.head_dim
     start = partition * PARTITION
-    tokens = min(PARTITION, blocks.tokens - start)
-    if queries.causal:
-        tokens = min(tokens, (first + count - 1) // queries.group + 1 - start)
+    tokens = min(PARTITION, _num_seen(blocks, queries, first + count - 1) - start)
     num_blocks = (tokens + 15) // 16
-    table = blocks.table + start // 16 * 4
-    row_bytes = head_dim * blocks.element_bytes
+    front = start // 16
     _gather(queries, first, count, head_dim, scale, q)
     for j in range(num_blocks):
-        block = blocks.base + read_i32(table + 4 * j) * blocks.block_bytes
+        block = _block(blocks, front + j)
         if cold:
             # Blocks lie anywhere, so the processor does not see the next one coming.
-            ahead = blocks.base + read_i32(table + 4 * min(j + 1, num_blocks - 1)) * blocks.block_bytes
-            for line in range(0, row_bytes * 16, 64):
+            ahead = _block(blocks, front + min(j + 1, num_blocks - 1))
+            half = head_dim * 16 * _element_bytes(blocks, front + j)
+            for line in range(0, half, 64):
                 prefetch(ahead + line)
-                prefetch(block + row_bytes * 16 + line)
-        store_rows(_scores(empty, blocks.kind, q, head_dim, block), scores + 64 * j, 1024)
+                prefetch(block + half + line)
+        store_rows(_scores(empty, _kind(blocks, front + j), q, head_dim, block), scores + 64 * j, 1024)
     for m in range(count):
-        seen = tokens
-        if queries.causal:
-            seen = min(tokens, (first + m) // queries.group + 1 - start)
         _softmax(
             scores + 1024 * m,
-            seen,
+            min(tokens, _num_seen(blocks, queries, first + m) - start),
             num_blocks,
             _state(states, first + m, queries.group),
             factors + 8 * m,
             fresh,
         )
-    values = blocks.base + row_bytes * 16
     for pair in range(0, head_dim, 32):
         # The last pair of 16 columns may overlap the one before: the same numbers are computed again.
         column = min(pair, head_dim - 32)
-        at = values + column * blocks.element_bytes
         left, right = empty, empty
         for j in range(num_blocks):
-            block = at + read_i32(table + 4 * j) * blocks.block_bytes
-            seen = min(16, tokens - 16 * j)
-            left = _weighted(left, blocks.kind, scores + 64 * j, block, row_bytes, seen)
-            right = _weighted(
-                right, blocks.kind, scores + 64 * j, block + 16 * blocks.element_bytes, row_bytes, seen
-            )
+            kind, width = _kind(blocks, front + j), _element_bytes(blocks, front + j)
+            values = _block(blocks, front + j) + (16 * head_dim + column) * width
+            row_bytes, seen = head_dim * width, min(16, tokens - 16 * j)
+            left = _weighted(left, kind, scores + 64 * j, values, row_bytes, seen)
+            right = _weighted(right, kind, scores + 64 * j, values + 16 * width, row_bytes, seen)
         store_rows(left, part, 128)
         store_rows(right, part + 64, 128)
         done = pair - column
@@ -336,21 +361,36 @@ def _num_states(tokens: int, vectors: int) -> int:
 
 
 @compiled
+def _widen(source: int, kind: int, head_dim: int, target: int) -> None:
+    """Copy a block to float32."""
+    for i in range(0, 32 * head_dim, 16):
+        if kind == BF16:
+            store(target + 4 * i, load_bf16(source + 2 * i))
+        elif kind == F16:
+            store(target + 4 * i, load_f16(source + 2 * i))
+        else:
+            store(target + 4 * i, load(source + 4 * i))
+
+
+@compiled
 def _widened(blocks: Blocks, partition: int, scratch: int) -> Blocks:
-    """A partition copied to float32 blocks at `scratch`, side by side: worth it when many tiles read it."""
-    start = partition * PARTITION // 16
-    num_blocks = min(PARTITION // 16, (blocks.tokens + 15) // 16 - start)
-    first, elements = scratch + 64, blocks.head_dim * 32
+    """A partition copied to float32 blocks side by side: worth it when many tiles read it."""
+    head_dim, front = blocks.head_dim, partition * PARTITION // 16
+    num_blocks = min(PARTITION // 16, (blocks.tokens + 15) // 16 - front)
+    packed_bytes = head_dim * 128
     for j in range(num_blocks):
-        write_i32(scratch + 4 * j, j)
-        source = blocks.base + read_i32(blocks.table + 4 * (start + j)) * blocks.block_bytes
-        target = first + j * elements * 4
-        for i in range(0, elements, 16):
-            if blocks.kind == BF16:
-                store(target + 4 * i, load_bf16(source + 2 * i))
-            else:
-                store(target + 4 * i, load_f16(source + 2 * i))
-    return Blocks(F32_, blocks.head_dim, scratch - 4 * start, first, elements * 4, 4, blocks.tokens)
+        _widen(_block(blocks, front + j), _kind(blocks, front + j), head_dim, scratch + j * packed_bytes)
+    return Blocks(head_dim, blocks.tokens, front, F32_, 4, 0, 0, 0, scratch, packed_bytes)
+
+
+@compiled
+def _clear_states(states: States, first: int, end: int, group: int, head_dim: int) -> None:
+    """The states of vectors that see nothing of a partition: folding them changes nothing."""
+    for vector in range(first, end):
+        state = _state(states, vector, group)
+        write(state, -_INFINITY)
+        for i in range(4, 4 * (STATE_HEAD + head_dim), 4):
+            write(state + i, np.float32(0.0))
 
 
 @compiled
@@ -360,44 +400,52 @@ def _attend_unit(
     """One partition for all vectors, into its own states; or all partitions for 64 vectors, folded as they
     come.
     """
+    is_cut_by_vectors = queries.vectors > UNIT_VECTORS
     first, end, begin, stop = 0, queries.vectors, unit, unit + 1
-    base = states.base + unit * state_bytes
-    if queries.vectors > UNIT_VECTORS:
+    own = States(states.base + unit * state_bytes, states.row_bytes, states.head_bytes)
+    if is_cut_by_vectors:
         first = unit * UNIT_VECTORS
         end = min(first + UNIT_VECTORS, queries.vectors)
-        begin = 0
-        stop = _num_partitions((end - 1) // queries.group + 1 if queries.causal else blocks.tokens)
-        base = states.base
-    own = States(base, states.row_bytes, states.head_bytes)
+        begin, stop = 0, _num_partitions(_num_seen(blocks, queries, end - 1))
+        own = states
     for partition in range(begin, stop):
-        # Vectors before this one see nothing of the partition.
-        seeing = max(first, partition * PARTITION * queries.group) if queries.causal else first
+        start, seeing = partition * PARTITION, first
+        if queries.causal:
+            # Vectors before this one see nothing of the partition.
+            seeing = min(end, max(first, (start - queries.offset) * queries.group))
+        if not is_cut_by_vectors:
+            _clear_states(own, first, seeing, queries.group, blocks.head_dim)
         near = blocks
-        if queries.vectors > UNIT_VECTORS and blocks.kind != F32_:
+        if is_cut_by_vectors and blocks.kind != F32_ and start // 16 < blocks.num_cached:
             near = _widened(blocks, partition, scratch)
         _attend_vectors(near, queries, own, seeing, end, partition, partition == begin, scale)
 
 
 def scratch_bytes(head_dim: int) -> int:
-    """What a thread needs for `_widened`: block ids, then a partition in float32."""
-    return 64 + PARTITION * head_dim * 8
+    """What a thread needs for `_widened`: a partition in float32."""
+    return PARTITION * head_dim * 8
 
 
 _scratch_bytes = compiled(scratch_bytes)
 
 
+@compiled
+def _num_tokens(past: int, rows: int, packed: int) -> int:
+    return past + rows if packed != 0 else past
+
+
 def attend(args: int, part: int, parts: int) -> None:
-    """Units of every sequence and KV head in turns, past and present.
+    """Units of every sequence and KV head in turns.
 
     Args: q, its row stride, cu_rows, sequences, query heads, KV heads, head_dim, states; of the past: layer,
-    block bytes, element bytes, element type, block table, its row stride, lengths (0: no past); of the
-    present: packed blocks, their ids (0: no present); the last one is scratch memory. Real: what scores are
-    scaled by.
+    block bytes, element bytes, element type, block table, its row stride, lengths (0: no past); packed
+    blocks of the present (0: no present, and all rows see all of the past); args 22: scratch memory. Real:
+    what scores are scaled by.
     """
     q, q_bytes, cu_rows, sequences, heads, kv_heads, head_dim, states = words(args, 8)
-    layer, block_bytes, element_bytes, kind, table, table_bytes, lengths, packed, ids = words(args + 64, 9)
+    layer, block_bytes, element_bytes, kind, table, table_bytes, lengths, packed = words(args + 64, 8)
     scale = np.float32(real(args))
-    scratch = read_i64(args + 184) + part * _scratch_bytes(head_dim)
+    scratch = read_i64(args + 176) + part * _scratch_bytes(head_dim)
     group = heads // kv_heads
     state_bytes = 4 * (STATE_HEAD + head_dim)
     packed_bytes = head_dim * 128
@@ -406,38 +454,29 @@ def attend(args: int, part: int, parts: int) -> None:
         start = read_i32(cu_rows + 4 * b)
         rows = read_i32(cu_rows + 4 * b + 4) - start
         past = read_i32(lengths + 4 * b) if lengths != 0 else 0
-        present = rows if ids != 0 else 0
-        past_units, past_states = _num_units(past, rows * group), _num_states(past, rows * group)
-        units = past_units + _num_units(present, rows * group)
-        vector_bytes = (past_states + _num_states(present, rows * group)) * state_bytes
+        tokens = _num_tokens(past, rows, packed)
+        units, num_states = _num_units(tokens, rows * group), _num_states(tokens, rows * group)
+        vector_bytes = num_states * state_bytes
         for g in range(kv_heads):
-            head = layer + g * head_dim * 32 * element_bytes
-            own_table = table + b * table_bytes
-            committed = Blocks(kind, head_dim, own_table, head, block_bytes, element_bytes, past)
-            head, own_table = packed + g * packed_bytes, ids + (start // 16 + b) * 4
-            fresh = Blocks(F32_, head_dim, own_table, head, kv_heads * packed_bytes, 4, present)
-            base = states + g * group * vector_bytes
+            blocks = Blocks(
+                head_dim,
+                tokens,
+                past // 16 if packed != 0 else (past + 15) // 16,
+                kind,
+                element_bytes,
+                table + b * table_bytes,
+                layer + g * head_dim * 32 * element_bytes,
+                block_bytes,
+                packed + (_first_packed(start, b) * kv_heads + g) * packed_bytes,
+                kv_heads * packed_bytes,
+            )
+            queries = Queries(
+                q + start * q_bytes + g * group * head_dim * 4, q_bytes, group, rows * group, past, packed != 0
+            )
+            place = States(states + g * group * vector_bytes, heads * vector_bytes, vector_bytes)
             for unit in range(units):
                 if turn % parts == part:
-                    causal = unit >= past_units
-                    blocks = fresh if causal else committed
-                    queries = Queries(
-                        q + start * q_bytes + g * group * head_dim * 4, q_bytes, group, rows * group, causal
-                    )
-                    place = States(
-                        base + past_states * state_bytes if causal else base,
-                        heads * vector_bytes,
-                        vector_bytes,
-                    )
-                    _attend_unit(
-                        unit - past_units if causal else unit,
-                        blocks,
-                        queries,
-                        place,
-                        state_bytes,
-                        scratch,
-                        scale,
-                    )
+                    _attend_unit(unit, blocks, queries, place, state_bytes, scratch, scale)
                 turn += 1
         states += rows * heads * vector_bytes
 
@@ -466,7 +505,7 @@ def fold(args: int, part: int, parts: int) -> None:
     wanted).
     """
     _, _, cu_rows, sequences, heads, kv_heads, head_dim, states = words(args, 8)
-    lengths, _, ids, out, lse = words(args + 112, 5)
+    lengths, packed, out, lse = words(args + 112, 4)
     group = heads // kv_heads
     state_bytes = 4 * (STATE_HEAD + head_dim)
     all_rows = read_i32(cu_rows + 4 * sequences)
@@ -475,7 +514,7 @@ def fold(args: int, part: int, parts: int) -> None:
         start = read_i32(cu_rows + 4 * b)
         rows = read_i32(cu_rows + 4 * b + 4) - start
         past = read_i32(lengths + 4 * b) if lengths != 0 else 0
-        count = _num_states(past, rows * group) + (_num_states(rows, rows * group) if ids != 0 else 0)
+        count = _num_states(_num_tokens(past, rows, packed), rows * group)
         for row in range(max(start, first), min(start + rows, end)):
             for head in range(heads):
                 own = states + ((row - start) * heads + head) * count * state_bytes
@@ -491,28 +530,48 @@ def fold(args: int, part: int, parts: int) -> None:
         states += rows * heads * count * state_bytes
 
 
-def pack_present(args: int, part: int, parts: int) -> None:
-    """Lay a step's keys and values out in float32 blocks of 16 tokens, each sequence from a block of its own.
+def num_packed_blocks(rows: int, sequences: int) -> int:
+    """Packed blocks of a step, at most: a sequence may begin and end within one."""
+    return rows // 16 + 2 * sequences
 
-    Args: those of `attend` and `fold`; k and its row stride, v and its row stride come last.
+
+@compiled
+def _first_packed(start: int, sequence: int) -> int:
+    """Where the packed blocks of a sequence begin, which has its rows from `start` on."""
+    return start // 16 + 2 * sequence
+
+
+def pack_present(args: int, part: int, parts: int) -> None:
+    """Lay a step's keys and values out in float32 blocks, aligned to positions as the past's are.
+
+    A sequence's first block begins with the tokens of the past's last block if that is not full. Args: those
+    of `attend` and `fold`; k and its row stride, v and its row stride come last.
     """
     _, _, cu_rows, sequences, _, kv_heads, head_dim = words(args, 7)
-    packed, ids, _, _, k, k_bytes, v, v_bytes = words(args + 120, 8)
+    layer, block_bytes, element_bytes, kind, table, table_bytes, lengths, packed = words(args + 64, 8)
+    k, k_bytes, v, v_bytes = words(args + 144, 4)
     turn = 0
     for b in range(sequences):
-        start, end = read_i32(cu_rows + 4 * b), read_i32(cu_rows + 4 * b + 4)
-        for row in range(start, end, 16):
-            block = start // 16 + b + (row - start) // 16
+        start = read_i32(cu_rows + 4 * b)
+        rows = read_i32(cu_rows + 4 * b + 4) - start
+        past = read_i32(lengths + 4 * b) if lengths != 0 else 0
+        lead = past % 16
+        for j in range((lead + rows + 15) // 16):
+            slot = lead if j == 0 else 0
+            row = start + 16 * j + slot - lead
             if turn % parts == part:
-                write_i32(ids + 4 * block, block)
                 for g in range(kv_heads):
-                    target = packed + (block * kv_heads + g) * head_dim * 128
-                    _pack_block(
+                    target = packed + ((_first_packed(start, b) + j) * kv_heads + g) * head_dim * 128
+                    if slot > 0:
+                        shared = layer + read_i32(table + b * table_bytes + past // 16 * 4) * block_bytes
+                        _widen(shared + g * head_dim * 32 * element_bytes, kind, head_dim, target)
+                    _pack_rows(
                         k + row * k_bytes + g * head_dim * 4,
                         k_bytes,
                         v + row * v_bytes + g * head_dim * 4,
                         v_bytes,
-                        min(16, end - row),
+                        slot,
+                        min(16 - slot, start + rows - row),
                         head_dim,
                         target,
                     )
@@ -520,12 +579,14 @@ def pack_present(args: int, part: int, parts: int) -> None:
 
 
 @compiled
-def _pack_block(k: int, k_bytes: int, v: int, v_bytes: int, count: int, head_dim: int, target: int) -> None:
-    """K transposed, V as it is; slots beyond `count` keep what was there, no one looks."""
+def _pack_rows(
+    k: int, k_bytes: int, v: int, v_bytes: int, slot: int, count: int, head_dim: int, target: int
+) -> None:
+    """Put `count` rows into a block from `slot` on: K transposed, V as it is. No one looks at other slots."""
     values = target + head_dim * 64
     for i in range(count):
         for d in range(head_dim):
-            write(target + 64 * d + 4 * i, read(k + i * k_bytes + 4 * d))
+            write(target + 64 * d + 4 * (slot + i), read(k + i * k_bytes + 4 * d))
         for d in range(0, head_dim, 8):
             for j in range(8):
-                write(values + 4 * (i * head_dim + d + j), read(v + i * v_bytes + 4 * (d + j)))
+                write(values + 4 * ((slot + i) * head_dim + d + j), read(v + i * v_bytes + 4 * (d + j)))

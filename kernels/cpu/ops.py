@@ -222,7 +222,7 @@ class CpuOps:
         past: Past,
         scale: float,
     ) -> Tensor:
-        """Past and present in one go: the present is one more part to fold."""
+        """Past and present in one go, with the same bits wherever the one ends and the other begins."""
         out = torch.empty(q.shape)
         tape = "attention_few" if q.shape[0] <= FEW_ROWS else "present"
         self._attend(
@@ -327,13 +327,12 @@ class CpuOps:
             )
             max_parts = -(-table.shape[1] * BLOCK_TOKENS // attention.PARTITION)
         packed, present_args = None, (0, 0, 0, 0)
-        packed_at = ids_at = 0
+        packed_at = 0
         if present is not None:
             k, v = (t.float() for t in present)
-            num_blocks = rows // BLOCK_TOKENS + sequences
-            packed = torch.empty(num_blocks * (num_kv_heads * head_dim * 2 * BLOCK_TOKENS + 1))
+            num_blocks = attention.num_packed_blocks(rows, sequences)
+            packed = torch.empty(num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS)
             packed_at = packed.data_ptr()
-            ids_at = packed_at + 4 * num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS
             present_args = (k.data_ptr(), 4 * k.stride(0), v.data_ptr(), 4 * v.stride(0))
         split_rows = min(rows, sequences * (attention.UNIT_VECTORS * num_kv_heads // heads))
         states = (split_rows * max_parts + 2 * rows) * heads
@@ -352,7 +351,6 @@ class CpuOps:
             scratch.data_ptr(),
             *past_args,
             packed_at,
-            ids_at,
             out.data_ptr(),
             0 if lse is None else lse.data_ptr(),
             *present_args,
