@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
+from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
+from surefoot.backends.engine.loss_errors import LossError
+from surefoot.backends.engine.model_errors import ModelError, ModelNotFound
 from surefoot.backends.engine.start import EngineOptions, make_backend
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.policies.baseline import BaselinePolicy
@@ -15,7 +21,7 @@ from .app import create_app
 from .http_settings import HttpSettings
 from .logs import configure_logs
 from .server import serve
-from .settings import ServeSettings, check_exposure
+from .settings import ServeSettings, SettingsError, check_exposure
 from .tenants import Tenants, load_tenants
 
 SHARED_WITH_ENGINE = (
@@ -28,6 +34,9 @@ SHARED_WITH_ENGINE = (
     "watchdog_s",
 )
 """Settings that reach the engine under their own name."""
+
+EXIT_NO_MODEL = 1
+"""The exit status for a model that cannot be loaded."""
 
 
 def run_gateway(settings: ServeSettings) -> int:
@@ -50,6 +59,29 @@ def run_gateway(settings: ServeSettings) -> int:
         settings.drain_s,
         lambda url: _tell(invitation(url, backend.models[0].id)),
     )
+
+
+def run_loss(
+    settings: ServeSettings, files: Sequence[Path], num_tokens: int, window: int, *, as_json: bool
+) -> int:
+    """Measure the loss of the settings' weights and print it; returns the process's exit status.
+
+    Raises `SettingsError` for what cannot be measured.
+    """
+    configure_logs(settings.log_format, settings.log_level)
+    try:
+        what = LossSettings(files=tuple(files), num_tokens=num_tokens, window=window)
+        report = measure_loss(engine_options(settings), what, progress=_tell)
+    except (LossError, ModelNotFound) as error:
+        raise SettingsError(str(error)) from error
+    except ModelError as error:
+        _tell(f"surefoot: the model could not be loaded: {error}")
+        return EXIT_NO_MODEL
+    text = (
+        msgspec.json.format(msgspec.json.encode(report)).decode() + "\n" if as_json else report_text(report)
+    )
+    sys.stdout.write(text)
+    return 0
 
 
 def engine_options(settings: ServeSettings) -> EngineOptions:

@@ -20,7 +20,7 @@ from .server_process import ServerProcess
 pytestmark = pytest.mark.xdist_group("server")
 
 MODEL = "smollm2"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import GenerateRequest, PromptEcho, SamplingParams, TokenPrompt
+from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
 from .admission import admit
 from .backend import EngineParts
@@ -118,13 +119,11 @@ def measure_loss(options: EngineOptions, settings: LossSettings, progress: Progr
     text = read_text(settings.files)
     parts = load_parts(options, progress)
     windows = cut_windows(parts.loaded.tokenizer, text, settings)
-    measured = score(parts, engine_settings(options), windows, options.weights, progress)
+    measured = score(parts, _limits(options, parts, settings), windows, options.weights, progress)
     ops_name = parts.ops.name
     del parts
-    exact = replace(options, weights=WeightMode.FLOAT32)
-    reference = score(
-        load_parts(exact, progress), engine_settings(exact), windows, WeightMode.FLOAT32, progress
-    )
+    exact = load_parts(replace(options, weights=WeightMode.FLOAT32), progress)
+    reference = score(exact, _limits(options, exact, settings), windows, WeightMode.FLOAT32, progress)
     found = compare(measured, reference)
     return LossReport(
         model=options.model_id,
@@ -155,7 +154,7 @@ def cut_windows(tokenizer: Tokenizer, text: str, settings: LossSettings) -> list
     if share < 1 or len(token_ids) < share * settings.num_windows:
         raise LossError(
             f"the text has {len(token_ids)} tokens, but {settings.num_windows} windows of {settings.window}"
-            f" tokens take {share * settings.num_windows}: give more text, or lower --tokens or --window"
+            f" tokens take {share * settings.num_windows}: give more text, or score less of it"
         )
     pieces = (token_ids[at * share : (at + 1) * share] for at in range(settings.num_windows))
     return [(*start, *piece) for piece in pieces]
@@ -169,19 +168,18 @@ def score(
     progress: Progress,
 ) -> Scores:
     """Teacher forcing over windows of one length, one at a time; raises `LossError`."""
-    counters = EngineCounters()
     engine = Engine(
         parts.loaded,
         parts.ops,
         settings,
         cache_dtype=parts.cache_dtype,
-        counters=counters,
+        counters=EngineCounters(),
         clock=time.monotonic,
     )
     if len(windows[0]) >= engine.max_model_len:
         raise LossError(
-            f"windows of {len(windows[0])} tokens do not fit a context of {engine.max_model_len} and one"
-            " more: lower --window"
+            f"windows of {len(windows[0])} tokens are too long: they must be shorter than the context of"
+            f" {engine.max_model_len}"
         )
     logprobs = torch.empty(len(windows), len(windows[0]) - 1, dtype=torch.float64)
     argmax = torch.empty(logprobs.shape, dtype=torch.int64)
@@ -225,6 +223,14 @@ def report_text(report: LossReport) -> str:
         f"{'largest difference':<20}{report.max_difference:>12.5f} nats, of one token\n"
         f"{'equal argmax':<20}{100 * report.equal_argmax:>11.2f} %\n"
     )
+
+
+def _limits(options: EngineOptions, parts: EngineParts, settings: LossSettings) -> EngineSettings:
+    """The server's limits, with a cache for the one window that is scored at a time."""
+    config = parts.loaded.config
+    layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=parts.cache_dtype)
+    num_blocks = settings.window // BLOCK_TOKENS + 1
+    return engine_settings(replace(options, cache_bytes=num_blocks * config.num_layers * layout.block_bytes))
 
 
 def _prompt_logprobs(

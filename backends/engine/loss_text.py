@@ -52,7 +52,7 @@ EXCERPT_CHARS = 4000
 def read_text(files: Sequence[Path]) -> str:
     """The files one after the other; without any, prose and code of this installation in turns.
 
-    That is the same text wherever the same versions are installed. `LossError` for a file that cannot be read.
+    The same versions give the same text. `LossError` for a file that cannot be read.
     """
     return "\n\n".join(_read(file) for file in files) if files else default_text()
 
@@ -81,8 +81,8 @@ def _prose() -> Iterator[str]:
             found = distribution(name)
         except PackageNotFoundError:
             continue
-        yield str(found.metadata.get_payload() or "")
-        licences = (file for file in found.files or () if file.stem == "LICENSE" and len(file.parts) == 3)
+        yield str(found.metadata.json.get("description", ""))
+        licences = (file for file in found.files or () if file.stem == "LICENSE" and len(file.parts) <= 3)
         for file in licences:
             yield Path(str(file.locate())).read_text(encoding="utf-8", errors="replace")
 

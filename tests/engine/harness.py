@@ -1,4 +1,4 @@
-"""Drives a bare engine, and compares answers by the rule of docs/design.md, "Determinism"."""
+"""Drives a bare engine with the real model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from surefoot.backends.engine.runner import build_step
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import Chunk, GenerateRequest, SamplingParams, TextPrompt
-from surefoot.kernels.noise import gumbel_noise
 
 MIB = 1024**2
 
@@ -106,25 +105,3 @@ def raw_logits(engine: Engine, parts: EngineParts, token_ids: Sequence[int]) -> 
         request.sequences[0].num_committed += chunks[0].num_tokens
     engine.abort(request.key)
     return torch.cat(rows)
-
-
-def assert_same_answer(
-    ours: Answer, other: Answer, request: tuple[str, SamplingParams], parts: EngineParts, width: float
-) -> None:
-    """Equal, or first different where the two candidates' noised logits are closer than `width`."""
-    if ours.token_ids == other.token_ids:
-        assert ours.text == other.text
-        return
-    text, params = request
-    pairs = itertools.zip_longest(ours.token_ids, other.token_ids)
-    at, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    assert None not in pair, f"one answer is the beginning of the other, {at} tokens long"
-    before = [*parts.loaded.tokenizer.encode(text), *ours.token_ids[:at]]
-    row = raw_logits(make_engine(parts), parts, before)[-1]
-    if params.temperature > 0:
-        assert params.seed is not None
-        row = row / params.temperature + gumbel_noise(params.seed, 0, len(before), len(row))
-    margin = abs(float(row[pair[0]] - row[pair[1]]))
-    assert margin <= width, (
-        f"answers differ at output token {at} where the margin is {margin:.4g}, above {width:.4g}"
-    )

@@ -9,9 +9,9 @@ from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.errors import DeadlineExceeded, RequestFault
 from surefoot.backends.types import FinishReason, SamplingParams
 
-from .harness import Answer, assert_same_answer, make_engine, raw_logits, run
+from .harness import Answer, make_engine, raw_logits, run
 
-CALIBRATION = (
+TEXT = (
     "The history of the lighthouse begins with fires built on hilltops, since a raised fire is seen from"
     " farther away. Merchants paid for the first towers; later the ports did, and at last the states. A lamp"
     " burned oil, then gas, then an electric arc, and lenses of many rings bent its light into a beam."
@@ -30,19 +30,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SEEDED = SamplingParams(temperature=0.9, seed=1234, top_p=0.95, max_tokens=24)
 
 
-@pytest.fixture(scope="session")
-def width(parts: EngineParts) -> float:
-    """The p99.9 of how far logits of one text differ between ways to compute them, measured here and now."""
-    token_ids = parts.loaded.tokenizer.encode(CALIBRATION)
-    ways = [
-        raw_logits(make_engine(parts, max_prefill_chunk=chunk), parts, token_ids) for chunk in (1, 7, 512)
-    ]
-    differences = torch.cat([(way - ways[-1]).abs().flatten() for way in ways[:-1]])
-    return 2 * float(differences.kthvalue(int(0.999 * len(differences))).values)
+def test_chunks_change_no_bit(parts: EngineParts) -> None:
+    """Logits have the same bits however a text is cut into steps."""
+    token_ids = parts.loaded.tokenizer.encode(TEXT * 5)
+    whole = raw_logits(make_engine(parts), parts, token_ids)
+    for chunk in (1, 7, 100):
+        assert torch.equal(raw_logits(make_engine(parts, max_prefill_chunk=chunk), parts, token_ids), whole)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_company_changes_no_token(parts: EngineParts, width: float, params: SamplingParams) -> None:
+def test_company_changes_no_token(parts: EngineParts, params: SamplingParams) -> None:
     """An answer is the same alone and among 16 others that start with it."""
     requests = [(prompt, params) for prompt in PROMPTS[:4]]
     company = [
@@ -52,21 +49,20 @@ def test_company_changes_no_token(parts: EngineParts, width: float, params: Samp
     alone = [run(make_engine(parts), parts, [request])[0] for request in requests]
     for request, lonely in zip(requests, alone, strict=True):
         accompanied = run(make_engine(parts), parts, [*company[:8], request, *company[8:]])[8]
-        assert_same_answer(lonely, accompanied, request, parts, width)
+        assert accompanied.chunks == lonely.chunks
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_chunks_change_no_token(parts: EngineParts, width: float, params: SamplingParams) -> None:
+def test_chunks_change_no_token(parts: EngineParts, params: SamplingParams) -> None:
     """An answer is the same for prefill chunks of 16, 100 and 512 tokens."""
-    request = ((CALIBRATION + "\n\n" + PROMPTS[6]) * 3, params)
+    request = ((TEXT + "\n\n" + PROMPTS[6]) * 3, params)
     answers = [
         run(make_engine(parts, max_prefill_chunk=chunk), parts, [request])[0] for chunk in (16, 100, 512)
     ]
-    assert_same_answer(answers[0], answers[1], request, parts, width)
-    assert_same_answer(answers[1], answers[2], request, parts, width)
+    assert answers[0].chunks == answers[1].chunks == answers[2].chunks
 
 
-def test_preemption_changes_no_token(parts: EngineParts, width: float) -> None:
+def test_preemption_changes_no_token(parts: EngineParts) -> None:
     """With too small a cache sequences are preempted, all end, and answers stay the same."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     requests = [(prompt, params) for prompt in PROMPTS[:4]]
@@ -76,8 +72,7 @@ def test_preemption_changes_no_token(parts: EngineParts, width: float) -> None:
     tight_engine = make_engine(parts, cache_bytes=6 * block, max_sequences=8)
     tight = run(tight_engine, parts, requests)
     assert tight_engine.counters.num_preemptions > 0
-    for request, ours, other in zip(requests, roomy, tight, strict=True):
-        assert_same_answer(ours, other, request, parts, width)
+    assert [answer.chunks for answer in tight] == [answer.chunks for answer in roomy]
 
 
 def test_choices_differ_and_repeat(parts: EngineParts) -> None:
@@ -161,7 +156,7 @@ def test_logprobs_are_raw(parts: EngineParts) -> None:
     entries = [entry for chunk in answer.chunks for entry in chunk.logprobs or ()]
     assert [entry.token_id for entry in entries] == answer.token_ids
     for row, entry in zip(rows, entries, strict=True):
-        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-5)
         assert [top.token_id for top in entry.top] == row.topk(3).indices.tolist()
 
 
@@ -173,7 +168,7 @@ def test_one_faulty_row_ends_one_request(parts: EngineParts) -> None:
     real_run = engine._runner.run
 
     def poisoned(step: object) -> torch.Tensor:
-        logits = real_run(step)  # type: ignore[arg-type]  # passed through
+        logits = real_run(step).clone()  # type: ignore[arg-type]  # passed through
         if len(logits) == 3:
             logits[1] = torch.nan
         return logits
