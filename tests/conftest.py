@@ -18,8 +18,10 @@ from .server_process import ServerProcess
 
 @pytest.fixture(scope="session")
 def cache_dir(pytestconfig: pytest.Config) -> Path:
-    """Prepared weights and compiled kernels: kept between runs under names that hold what they were made from,
-    and made by one process while the others wait."""
+    """Prepared weights and compiled kernels, kept between runs under names that tell what they were made of.
+
+    One process makes them while the others wait.
+    """
     folder = pytestconfig.rootpath / ".cache"
     folder.mkdir(exist_ok=True)
     with FileLock(folder / "compiling.lock"):

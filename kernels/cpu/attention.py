@@ -471,7 +471,12 @@ def attend(args: int, part: int, parts: int) -> None:
                 kv_heads * packed_bytes,
             )
             queries = Queries(
-                q + start * q_bytes + g * group * head_dim * 4, q_bytes, group, rows * group, past, packed != 0
+                q + start * q_bytes + g * group * head_dim * 4,
+                q_bytes,
+                group,
+                rows * group,
+                past,
+                packed != 0,
             )
             place = States(states + g * group * vector_bytes, heads * vector_bytes, vector_bytes)
             for unit in range(units):
