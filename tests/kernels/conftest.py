@@ -24,11 +24,9 @@ def nan_filled_memory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kernel_cache(pytestconfig: pytest.Config) -> Path:
-    """Compiled kernels are kept between runs and shared by workers; the folder's name holds the sources'
-    hash.
-    """
-    return pytestconfig.rootpath / ".cache" / "kernels"
+def kernel_cache(cache_dir: Path) -> Path:
+    """Where compiled kernels are kept; the folder's name in it holds the sources' hash."""
+    return cache_dir
 
 
 @pytest.fixture(scope="session")

@@ -216,3 +216,40 @@ def test_rounding_of_the_cache_is_all_that_is_lost(ops: Ops) -> None:
     case.layout = rounded
     assert TOLERANCE[torch.bfloat16] == 1e-2
     assert_close("out", case.past_attention(ops)[0], exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "cuts",
+    [[0, 1, 2, 5, 16, 17, 40, 250, 258, 259, 513, 600], [*range(0, 600, 111), 600], [0, 511, 514, 600]],
+    ids=["ragged", "even", "late"],
+)
+def test_where_the_past_ends_changes_no_bit(
+    cpu: CpuOps, cpu_threads: CpuOps, cuts: list[int], dtype: torch.dtype
+) -> None:
+    """However a text is cut into steps, each of its queries gets the same bits."""
+    num_heads, num_kv_heads, head_dim = HEADS[0]
+    length = cuts[-1]
+    layout = BlockLayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    q = torch.randn(length, num_heads, head_dim)
+    k, v = (torch.randn(1, length, num_kv_heads, head_dim).to(dtype) for _ in range(2))
+    table = torch.randperm(length // BLOCK_TOKENS + 5).to(torch.int32)
+
+    def outputs(ops: CpuOps, cuts: list[int]) -> Tensor:
+        cache = torch.full((1, len(table), layout.block_bytes // dtype.itemsize), math.nan, dtype=dtype)
+        blocks = cache.view(torch.uint8)
+        parts = []
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            past = Past(block_table=table[None], lengths=torch.tensor([start], dtype=torch.int32))
+            rows, cu_rows = slice(start, end), torch.tensor([0, end - start], dtype=torch.int32)
+            parts.append(
+                ops.attention(q[rows], k[0, rows], v[0, rows], cu_rows, blocks[0], layout, past, 0.125)
+            )
+            positions = torch.arange(start, end)
+            slots = (positions % BLOCK_TOKENS).to(torch.int32)
+            ops.commit(blocks, layout, k[:, rows], v[:, rows], table[positions // BLOCK_TOKENS], slots)
+        return torch.cat(parts)
+
+    whole = outputs(cpu, [0, length])
+    assert torch.equal(outputs(cpu, cuts), whole)
+    assert torch.equal(outputs(cpu_threads, cuts), whole)
