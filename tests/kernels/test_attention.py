@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -239,7 +240,7 @@ def test_where_the_past_ends_changes_no_bit(
         cache = torch.full((1, len(table), layout.block_bytes // dtype.itemsize), math.nan, dtype=dtype)
         blocks = cache.view(torch.uint8)
         parts = []
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             past = Past(block_table=table[None], lengths=torch.tensor([start], dtype=torch.int32))
             rows, cu_rows = slice(start, end), torch.tensor([0, end - start], dtype=torch.int32)
             parts.append(
