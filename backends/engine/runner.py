@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -96,9 +97,9 @@ class ModelRunner:
                 f"{settings.cache_bytes} bytes of cache hold no block of {BLOCK_TOKENS} tokens, which takes"
                 f" {config.num_layers * self._layout.block_bytes} bytes in this model"
             )
-        self._cache = torch.zeros(
-            config.num_layers, self.num_blocks, self._layout.block_bytes, dtype=torch.uint8
-        )
+        cache_shape = (config.num_layers, self.num_blocks, self._layout.block_bytes)
+        # numpy's zeros are pages that the system gives on first use; torch would write them all now.
+        self._cache = torch.from_numpy(np.zeros(cache_shape, dtype=np.uint8))
         rows = (config.num_layers, settings.max_batched_tokens, config.num_kv_heads, config.head_dim)
         self._step_k = torch.zeros(rows, dtype=cache_dtype)
         self._step_v = torch.zeros(rows, dtype=cache_dtype)

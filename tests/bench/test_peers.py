@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from surefoot.bench.client import Collector, HttpClient
 from surefoot.bench.errors import BenchError
 from surefoot.bench.machine import describe_machine
 from surefoot.bench.peers import compare_peers, run, text_of
@@ -29,6 +30,9 @@ from surefoot.bench.peers_rounds import (
 )
 from surefoot.bench.peers_servers import LLAMA, OURS, TRANSFORMERS, VLLM
 
+from .scripted_server import Call, scripted
+
+BODY = b'{"prompt": "hello"}'
 LOADS = peer_loads(128, 512, 2048)
 STUB = Path(__file__).with_name("stub_surefoot.py")
 TINY = ["--rounds=1", "--output-tokens=4", "--prefill-tokens=24", "--past-tokens=40", "--no-transformers"]
@@ -208,6 +212,26 @@ def test_the_plot_is_a_drawing() -> None:
     assert widths[2] == 0
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a < b", "100 tok/s", "footer & more"} <= set(texts)
+
+
+def test_a_kept_connection_that_the_server_drops_is_replaced() -> None:
+    """A request that meets the end of a kept connection goes out again on a fresh one, once."""
+
+    async def main() -> tuple[int, int]:
+        used: set[asyncio.StreamWriter] = set()
+
+        async def once_each(call: Call) -> None:
+            if call.writer in used:
+                call.hang_up()
+            else:
+                used.add(call.writer)
+                await call.refuse(400, "no")
+
+        async with scripted(once_each) as server, HttpClient(server.url) as client:
+            heads = [await client.send("POST", "/v1/completions", BODY, Collector()) for _ in range(3)]
+            return len([head for head in heads if head.status == 400]), len(server.calls)
+
+    assert asyncio.run(main()) == (3, 5)
 
 
 def test_the_whole_comparison_on_stand_ins(
