@@ -52,6 +52,9 @@ class Ops(Protocol):
 
     name: str
 
+    head_dims: range
+    """The head dimensions that attention can take."""
+
     def prepare_linear(self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None) -> Any:
         """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at
         load.

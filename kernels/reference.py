@@ -28,6 +28,7 @@ class ReferenceOps:
     """The plain op set, on any device."""
 
     name = "reference"
+    head_dims = range(1, 1 << 16)
 
     def prepare_linear(
         self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None

@@ -6,9 +6,12 @@ import secrets
 from collections.abc import Iterable
 
 from surefoot.backends.errors import ContextTooLong, InvalidPrompt, RequestError
-from surefoot.backends.types import ChatPrompt, GenerateRequest
+from surefoot.backends.types import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
 
 from .sequence import Request
+
+MAX_TOKEN_RULES = 1024
+"""Entries of `logit_bias` or `stop_token_ids`: they cost time at every token. OpenAI allows about 300."""
 
 
 def admit(
@@ -28,10 +31,13 @@ def admit(
     if not prompt_token_ids:
         raise InvalidPrompt("the prompt is empty: it has no tokens", "prompt")
     _check_token_ids("prompt", prompt_token_ids, vocab_size)
+    for param in ("logit_bias", "stop_token_ids"):
+        if (count := len(getattr(params, param))) > MAX_TOKEN_RULES:
+            raise RequestError(f"{param} has {count} entries; at most {MAX_TOKEN_RULES} are allowed", param)
     _check_token_ids("logit_bias", params.logit_bias, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     num_prompt, room = len(prompt_token_ids), max_model_len - len(prompt_token_ids)
-    if room < 1 or (params.max_tokens is not None and params.max_tokens > room):
+    if room < (1 if params.max_tokens is None else params.max_tokens):
         asked = "" if params.max_tokens is None else f" and max_tokens asks for {params.max_tokens} more"
         raise ContextTooLong(
             f"the context holds at most {max_model_len} tokens, but the prompt has {num_prompt}{asked}:"
@@ -46,6 +52,27 @@ def admit(
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         arrived_s=now_s,
     )
+
+
+def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> None:
+    """Refuse what is too long for any tokenizer to make fit, before time is spent on it."""
+    match prompt:
+        case ChatPrompt(messages):
+            num_chars, num_parts = (
+                sum(len(message.get("content") or "") for message in messages),
+                len(messages),
+            )
+        case TextPrompt(text):
+            num_chars, num_parts = len(text), 0
+        case TokenPrompt(token_ids):
+            num_chars, num_parts = 0, len(token_ids)
+    if num_parts > max_model_len or num_chars > max_model_len * max_token_chars:
+        size = f"{num_parts} parts" if num_parts > max_model_len else f"{num_chars} characters"
+        raise ContextTooLong(
+            f"the context holds at most {max_model_len} tokens, which the prompt's {size} exceed by far:"
+            " shorten the prompt",
+            "messages" if isinstance(prompt, ChatPrompt) else "prompt",
+        )
 
 
 def _is_chat(message: GenerateRequest) -> bool:

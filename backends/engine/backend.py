@@ -9,7 +9,9 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TypeVar, cast
 
 import structlog
 import torch
@@ -32,7 +34,7 @@ from surefoot.backends.types import (
 )
 from surefoot.kernels.base import Ops
 
-from .admission import admit
+from .admission import admit, check_length
 from .engine import Engine, EngineCounters, Output
 from .prepare import LoadedModel
 from .sequence import Request
@@ -40,6 +42,7 @@ from .settings import EngineSettings
 from .watchdog import Watchdog
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 EXIT_HUNG = 70
 """The exit status of a process whose engine hung, for its supervisor (sysexits' EX_SOFTWARE)."""
@@ -101,16 +104,18 @@ class EngineBackend:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._keys = itertools.count()
         self._streams: dict[int, asyncio.Queue[Event | BackendError]] = {}
+        self._num_sequences = 0
+        """Of the requests in `_streams`."""
+        self._max_model_len: int | None = None
+        self._thread: threading.Thread | None = None
         self._rested = asyncio.Event()
 
     @property
     def models(self) -> Sequence[ModelCard]:
         """The one model; empty until it is loaded."""
-        if self._status.state is BackendState.STARTING:
+        if self._max_model_len is None:
             return ()
-        return (
-            ModelCard(id=self._model_id, created=self._created, max_model_len=self._engine.max_model_len),
-        )
+        return (ModelCard(id=self._model_id, created=self._created, max_model_len=self._max_model_len),)
 
     @property
     def status(self) -> BackendStatus:
@@ -126,11 +131,12 @@ class EngineBackend:
         """Load, warm up, start the thread."""
         self._loop = asyncio.get_running_loop()
         try:
-            self._parts = await asyncio.to_thread(self._load)
-            self._engine = await asyncio.to_thread(self._new_engine)
+            self._parts = await _in_daemon_thread(self._load)
+            self._engine = await _in_daemon_thread(self._new_engine)
         except Exception as error:
             self._status = BackendStatus(BackendState.FAILED, f"the model could not be loaded: {error}")
             raise
+        self._max_model_len = self._engine.max_model_len
         self._watchdog = Watchdog(self._settings.watchdog_s, self._on_hang)
         self._thread = threading.Thread(target=self._run, name="surefoot-engine", daemon=True)
         self._thread.start()
@@ -138,11 +144,8 @@ class EngineBackend:
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, wait for the open ones up to `drain_s`, end the rest, end the thread."""
-        was_started = self._status.state in (BackendState.READY, BackendState.FAILED) and hasattr(
-            self, "_thread"
-        )
         self._status = BackendStatus(BackendState.STOPPED, "the server is shutting down")
-        if not was_started:
+        if self._thread is None:
             return
         self._rested.clear()
         if self._streams:
@@ -156,19 +159,20 @@ class EngineBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Backend.generate`."""
-        self._check_open()
-        token_ids = await asyncio.to_thread(self._encode, request.prompt)
+        max_model_len = self._check_open()
+        token_ids = await asyncio.to_thread(self._encode, request.prompt, max_model_len)
         self._check_open()
         admitted = admit(
             request,
             token_ids,
             key=next(self._keys),
-            max_model_len=self._engine.max_model_len,
+            max_model_len=max_model_len,
             vocab_size=self._parts.loaded.model.config.vocab_size,
             now_s=self._clock(),
         )
         events: asyncio.Queue[Event | BackendError] = asyncio.Queue()
         self._streams[admitted.key] = events
+        self._num_sequences += request.params.n
         self._inbox.put(_Add(admitted))
         try:
             yield Started(num_prompt_tokens=len(token_ids), system_fingerprint=self._fingerprint(request))
@@ -181,20 +185,24 @@ class EngineBackend:
                     return
         finally:
             del self._streams[admitted.key]
+            self._num_sequences -= request.params.n
             self._inbox.put(_Abort(admitted.key))
             if not self._streams:
                 self._rested.set()
 
-    def _check_open(self) -> None:
+    def _check_open(self) -> int:
+        """Raise `Unavailable`, or return the longest context that is served."""
         if self._status.state is BackendState.FAILED:
             raise EngineFailed(self._status.detail)
-        if self._status.state is not BackendState.READY:
+        if self._status.state is not BackendState.READY or self._max_model_len is None:
             raise NotReady(self._status.detail)
-        if len(self._streams) >= (limit := self._settings.max_sequences + self._settings.max_waiting):
-            raise Overloaded(f"{limit} requests are running or waiting, which is the limit: try again later")
+        if self._num_sequences >= (limit := self._settings.max_sequences + self._settings.max_waiting):
+            raise Overloaded(f"{limit} answers are running or waiting, which is the limit: try again later")
+        return self._max_model_len
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt, max_model_len: int) -> tuple[int, ...]:
         tokenizer = self._parts.loaded.tokenizer
+        check_length(prompt, max_model_len, tokenizer.max_token_chars)
         match prompt:
             case ChatPrompt(messages):
                 return tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
@@ -220,17 +228,23 @@ class EngineBackend:
 
     def _run(self) -> None:
         """The engine thread's life."""
-        while self._take_messages():
+        goes_on = True
+        while goes_on:
             try:
-                with self._watchdog.guard():
-                    outputs = self._engine.step()
+                goes_on = self._turn()
             except Exception as error:
-                if not self._replace_engine(error):
-                    return
-            else:
-                self._snapshot()
-                if outputs:
-                    self._loop.call_soon_threadsafe(self._dispatch, outputs)
+                goes_on = self._replace_engine(error)
+
+    def _turn(self) -> bool:
+        """Messages, then a step; False to stop."""
+        if not self._take_messages():
+            return False
+        with self._watchdog.guard():
+            outputs = self._engine.step()
+        self._snapshot()
+        if outputs:
+            self._loop.call_soon_threadsafe(self._dispatch, outputs)
+        return True
 
     def _take_messages(self) -> bool:
         """Handle what the event loop sent, and wait for it if the engine is idle; False to stop."""
@@ -254,15 +268,17 @@ class EngineBackend:
         """Tell the failed engine's clients, build and warm up another; False if that fails too."""
         log.error("engine.failed", model=self._model_id, exc_info=error)
         self._status = BackendStatus(BackendState.FAILED, "the engine failed and is being restarted")
-        failure = EngineFailed("the engine failed while it served this request")
-        outputs = [Output(key, failure) for key in self._engine.keys]
-        self._loop.call_soon_threadsafe(self._dispatch, outputs)
+        self._loop.call_soon_threadsafe(self._fail, self._engine.keys)
+        # Two caches at once could be more than there is room for: nothing may hold on to the old engine.
+        traceback.clear_frames(error.__traceback__)
+        del self._engine
         try:
-            self._engine = self._new_engine()
+            with self._watchdog.guard():
+                self._engine = self._new_engine()
         except Exception as again:
             log.critical("engine.lost", model=self._model_id, exc_info=again)
             self._status = BackendStatus(BackendState.FAILED, "the engine failed and could not be restarted")
-            self._loop.call_soon_threadsafe(self._fail_all, failure)
+            self._loop.call_soon_threadsafe(self._fail, None)
             return False
         self._num_restarts += 1
         self._snapshot()
@@ -290,9 +306,37 @@ class EngineBackend:
             if (events := self._streams.get(output.key)) is not None:
                 events.put_nowait(output.event)
 
-    def _fail_all(self, failure: EngineFailed) -> None:
-        for events in self._streams.values():
-            events.put_nowait(failure)
+    def _fail(self, keys: list[int] | None) -> None:
+        """Tell the clients of some requests, or of all."""
+        for key in list(self._streams) if keys is None else keys:
+            if (events := self._streams.get(key)) is not None:
+                events.put_nowait(EngineFailed("the engine failed while it served this request"))
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Like `asyncio.to_thread`, but the process can end before the work does."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # handed on, whatever it is
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="surefoot-loading", daemon=True).start()
+    return await future
 
 
 def _exit_hung() -> None:

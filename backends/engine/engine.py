@@ -19,6 +19,7 @@ from surefoot.backends.types import (
     GenerateRequest,
     PromptEcho,
     SamplingParams,
+    TextPrompt,
     TokenPrompt,
 )
 from surefoot.kernels.base import Ops
@@ -152,14 +153,16 @@ class Engine:
         now = self._clock()
         for request in [request for request in self._requests.values() if now >= request.deadline_s]:
             self.abort(request.key)
-            message = f"the request's deadline of {request.message.deadline_s:g} s passed"
+            message = f"the request's deadline of {request.message.deadline_s:.3g} s passed"
             yield Output(request.key, DeadlineExceeded(message))
 
     def _mark_started(self, chunks: list[ScheduledChunk]) -> None:
         now = self._clock()
         for chunk in chunks:
-            if chunk.sequence.request.first_step_s is None:
-                chunk.sequence.request.first_step_s = now
+            request = chunk.sequence.request
+            if request.first_step_s is None:
+                request.first_step_s = now
+                self.counters.num_prompt_tokens += len(request.prompt_token_ids)
 
     def _note_prompt_logprobs(self, chunks: list[ScheduledChunk], step: StepInput, logits: Tensor) -> None:
         """The row at a prompt's position p predicts the token at p + 1."""
@@ -176,10 +179,7 @@ class Engine:
     def _advance(self, chunks: list[ScheduledChunk]) -> None:
         self.counters.num_steps += 1
         for chunk in chunks:
-            seq = chunk.sequence
-            num_prompt = seq.num_prompt_tokens - seq.num_committed
-            self.counters.num_prompt_tokens += max(0, min(num_prompt, chunk.num_tokens))
-            seq.num_committed += chunk.num_tokens
+            chunk.sequence.num_committed += chunk.num_tokens
 
     def _postprocess(self, seq: Sequence, result: Sampled | Exception) -> list[Output]:
         """Turn a sampled token into events. Whatever goes wrong here ends this request alone."""
@@ -230,10 +230,10 @@ class Engine:
             yield seq.stream.finish(FinishReason.LENGTH)
 
     def _echo(self, seq: Sequence) -> PromptEcho:
-        token_ids = seq.request.prompt_token_ids
+        token_ids, prompt = seq.request.prompt_token_ids, seq.request.message.prompt
         return PromptEcho(
             index=seq.choice,
-            text=self._tokenizer.decode(token_ids),
+            text=prompt.text if isinstance(prompt, TextPrompt) else self._tokenizer.spell(token_ids),
             token_ids=token_ids,
             logprobs=tuple(seq.prompt_logprobs) if seq.params.logprobs is not None else None,
         )

@@ -21,7 +21,7 @@ from .gguf_tokenizer import gguf_tokenizer
 from .hf_folder import read_config, read_tokenizer
 from .model import Model
 from .model_config import ModelConfig
-from .model_errors import BadModelFiles, ModelNotFound
+from .model_errors import BadModelFiles, ModelNotFound, UnsupportedModel
 from .safetensors_folder import GROUP_MARK, INDEX_FILE, SafetensorsFolder, safetensors_files
 from .tokenizer import Tokenizer, TokenizerSpec
 from .weight_cache import Progress, cached_folder, sampled_digest
@@ -68,6 +68,11 @@ def load_model(
         config, tokenizer = _read_prepared(folder)
     else:
         raise ModelNotFound(f"{path} is neither a folder nor a file")
+    if config.head_dim not in ops.head_dims:
+        raise UnsupportedModel(
+            f"The head dimension is {config.head_dim}; the op set {ops.name} takes {ops.head_dims.start} to"
+            f" {ops.head_dims[-1]} in steps of {ops.head_dims.step}"
+        )
     if config.max_model_len < config.max_position_embeddings:
         progress(f"Contexts end at {config.max_model_len} tokens, the model's sliding window.")
     with SafetensorsFolder(folder) as source:

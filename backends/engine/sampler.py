@@ -83,8 +83,8 @@ class Sampler:
     def _adjust(self, row: Tensor, seq: Sequence) -> None:
         """Apply what the request asks, in vLLM's order: bias and bans, then penalties."""
         params = seq.params
-        for token_id, bias in params.logit_bias.items():
-            row[token_id] += bias
+        if params.logit_bias:
+            row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
         if seq.num_output_tokens < params.min_tokens:
             row[self._banned_until_min_tokens(seq)] = -math.inf
         if params.repetition_penalty != 1.0:

@@ -11,7 +11,7 @@ A panel of a group format holds the codes of all groups, then the scales: 16 flo
 Nibbles: 4 vectors of 64 bytes a group; byte 4 * o + j of vector v has output o's codes of k = 8 * v + j (low
 half) and k = 8 * v + 4 + j (high half). Bytes: 8 vectors, byte 4 * o + j of vector v has k = 4 * v + j. A
 panel of 16- or 32-bit weights is `[in, 16]`. An activation group is 96 bytes, 48 coarse and 48 fine: 32 int8,
-float32 scale s, float32 sum of the group (coarse alone), int32 -8 * sum of codes, int32 -128 * sum of codes; a
+float32 scale s, float32 sum of the group (coarse half only), int32 -8 * sum of codes, int32 -128 * sum; a
 group's rows follow one another (a tile's rows then lie at fixed offsets), groups are `rows * 96 + 64` bytes
 apart.
 """
@@ -188,7 +188,8 @@ def _dot_group(
         for k, part in _quads(e, stored, v, nibbles=nibbles):
             ready = dot.codes(part)
             totals = [
-                dot.step(total, ready, e.load(r, INT32, at + k)) for total, r in zip(totals, rows, strict=True)
+                dot.step(total, ready, e.load(r, INT32, at + k))
+                for total, r in zip(totals, rows, strict=True)
             ]
     return [dot.finish(total, offset) for total, offset in zip(totals, offsets, strict=True)]
 

@@ -82,6 +82,8 @@ class CpuOps:
     contiguous.
     """
 
+    head_dims = range(attention.MIN_HEAD_DIM, attention.MAX_HEAD_DIM + 1, 8)
+
     def __init__(self, launcher: Launcher, progress: Progress | None = None) -> None:
         self.name = f"cpu-{host_form().name}"
         launcher.compile((s.kernel for stages in _TAPES.values() for s in stages), progress)
@@ -308,8 +310,7 @@ class CpuOps:
         sequences = cu_rows.shape[0] - 1
         assert q.stride(1) == head_dim
         assert cu_rows.dtype == torch.int32
-        assert head_dim % 8 == 0
-        assert attention.MIN_HEAD_DIM <= head_dim <= attention.MAX_HEAD_DIM
+        assert head_dim in self.head_dims
         past_args, max_parts = (0, 0, 0, 0, 0, 0, 0), 0
         if past is not None:
             layer, layout, committed = past

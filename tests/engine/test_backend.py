@@ -14,6 +14,7 @@ import pytest
 
 from surefoot.backends.engine.backend import EXIT_HUNG, EngineBackend, EngineParts
 from surefoot.backends.engine.engine import Engine, Output
+from surefoot.backends.engine.sequence import Request
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.errors import (
     ContextTooLong,
@@ -29,6 +30,7 @@ from surefoot.backends.types import (
     Event,
     Finished,
     GenerateRequest,
+    PromptEcho,
     SamplingParams,
     Started,
     TextPrompt,
@@ -41,19 +43,24 @@ ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class FragileEngine(Engine):
-    """An engine whose steps raise while `broken` is set, and block while `held` is."""
+    """An engine whose next step raises when `broken` is set, and whose next `add` when `refusing` is."""
 
     broken = threading.Event()
-    held = threading.Event()
+    refusing = threading.Event()
 
     def step(self) -> list[Output]:
-        """Fail or wait if a test says so."""
+        """Fail if a test says so."""
         if self.broken.is_set():
             self.broken.clear()
             raise RuntimeError("the fault under test")
-        while self.held.is_set():
-            threading.Event().wait(0.01)
         return super().step()
+
+    def add(self, request: Request) -> None:
+        """Fail halfway if a test says so."""
+        super().add(request)
+        if self.refusing.is_set():
+            self.refusing.clear()
+            raise RuntimeError("the fault under test")
 
 
 def request(prompt: str = "Once upon a time", **params: Any) -> GenerateRequest:
@@ -131,6 +138,19 @@ def test_a_failed_engine_is_replaced(parts: EngineParts) -> None:
     serve(parts, use)
 
 
+def test_a_fault_outside_a_step_is_no_different(parts: EngineParts) -> None:
+    """An engine that fails while it takes a request is replaced too, and that request's client is told."""
+
+    async def use(backend: EngineBackend) -> None:
+        FragileEngine.refusing.set()
+        with pytest.raises(EngineFailed):
+            await collect(backend, request())
+        await until(lambda: backend.status.state is BackendState.READY)
+        assert isinstance((await collect(backend, request()))[-1], Finished)
+
+    serve(parts, use)
+
+
 def test_an_engine_that_cannot_be_replaced_stays_unready(parts: EngineParts) -> None:
     """When the new engine fails too, every client gets an error and the status says why."""
 
@@ -169,7 +189,42 @@ def test_bad_requests_are_refused_before_they_start(parts: EngineParts) -> None:
         tokens = GenerateRequest(request_id="r", model="m", prompt=TokenPrompt((5, 49152)))
         with pytest.raises(RequestError, match="token id 49152; this model's are 0 to 49151"):
             await collect(backend, tokens)
+        with pytest.raises(ContextTooLong, match="200000 characters"):
+            await collect(backend, request("x" * 200_000))
+        many = dict.fromkeys(range(2000), 1.0)
+        with pytest.raises(RequestError, match="logit_bias has 2000 entries; at most 1024"):
+            await collect(backend, request(logit_bias=many))
         assert backend.stats.num_waiting == backend.stats.num_running == 0
+
+    serve(parts, use, max_model_len=100)
+
+
+def test_a_prompt_counts_once(parts: EngineParts) -> None:
+    """Prompt tokens are counted once per request, however many choices it has, as usage does."""
+
+    async def use(backend: EngineBackend) -> None:
+        events = await collect(backend, request(n=3))
+        assert isinstance(events[-1], Finished)
+        assert backend.stats.prompt_tokens_total == events[-1].usage.num_prompt_tokens
+
+    serve(parts, use)
+
+
+def test_a_full_window_can_be_scored(parts: EngineParts) -> None:
+    """A prompt as long as the context is accepted when nothing is to be generated."""
+
+    async def use(backend: EngineBackend) -> None:
+        message = GenerateRequest(
+            request_id="r",
+            model="m",
+            prompt=TokenPrompt((1,) * 100),
+            params=SamplingParams(max_tokens=0, logprobs=0),
+            echo=True,
+        )
+        echo = (await collect(backend, message))[1]
+        assert isinstance(echo, PromptEcho)
+        assert len(echo.logprobs or ()) == 100
+        assert echo.text == "<|im_start|>" * 100
 
     serve(parts, use, max_model_len=100)
 
@@ -181,7 +236,7 @@ def test_a_full_queue_is_refused(parts: EngineParts) -> None:
         generations = [backend.generate(request(max_tokens=300, ignore_eos=True)) for _ in range(3)]
         for generation in generations:
             await anext(generation)
-        with pytest.raises(Overloaded, match="3 requests"):
+        with pytest.raises(Overloaded, match="3 answers"):
             await collect(backend, request())
         for generation in generations:
             await generation.aclose()  # type: ignore[attr-defined]  # an async generator, as the protocol says
