@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 from torch import Tensor
 
-from .layout import BlockLayout
+from .layout import FULL, BlockLayout, CacheFormat
 from .weights import GroupWeight
 
 AnyWeight = Tensor | GroupWeight
@@ -21,13 +21,46 @@ AnyWeight = Tensor | GroupWeight
 
 
 class Past(Struct, frozen=True, kw_only=True):
-    """The committed tokens of a step's sequences.
+    """The committed tokens of a step's sequences that lie in blocks of one format.
 
     `block_table` int32 `[B, max_blocks]`, padded with 0; `lengths` int32 `[B]`: tokens committed, 0 for none.
+    All blocks of a sequence but the last are full.
     """
 
     block_table: Tensor
     lengths: Tensor
+    format: CacheFormat = FULL
+
+
+AnyPast = Past | Sequence[Past]
+"""The committed tokens: at most one `Past` per format, in any order."""
+
+
+def in_fold_order(past: AnyPast) -> list[Past]:
+    """The parts of a past in the order in which attention folds them: fewest bits first, whatever order they
+    came in.
+    """
+    pasts = [past] if isinstance(past, Past) else list(past)
+    if len({p.format for p in pasts}) < len(pasts):
+        raise ValueError(f"a past has one block list per format, not {[p.format for p in pasts]}")
+    return sorted(pasts, key=lambda p: (p.format.k_bits, p.format.v_bits))
+
+
+class Slots(Struct, frozen=True, kw_only=True):
+    """Where R tokens lie, in every layer: `blocks` and `slots` int32 `[R]`."""
+
+    blocks: Tensor
+    slots: Tensor
+    format: CacheFormat
+
+
+class Observed(Struct, frozen=True, kw_only=True):
+    """Rows whose attention is observed: `rows` int32 `[O]`, and the log-sum-exp `[N, H]` over all that the
+    step's rows saw, past and present.
+    """
+
+    rows: Tensor
+    lse: Tensor
 
 
 class SampleRows(Struct, frozen=True, kw_only=True):
@@ -78,8 +111,11 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`gate_up` `[N, 2 * I]` -> `silu(gate) * up` `[N, I]`."""
 
+    def rotate(self, x: Tensor) -> Tensor:
+        """The Hadamard transform of `codes.rotate` over the last dimension of `x` `[N, heads, D]`."""
+
     def past_attention(
-        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
+        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attention of `q` `[N, H, D]` over each sequence's committed tokens, no mask.
 
@@ -103,18 +139,52 @@ class Ops(Protocol):
         cu_rows: Tensor,
         layer: Tensor,
         layout: BlockLayout,
-        past: Past,
+        past: AnyPast,
         scale: float,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Past and present attention, merged: `[N, H, D]`. One call where an op set can save the passes
-        between.
+        between. `lse` `[N, H]`, if given, receives the merged log-sum-exp.
+        """
+
+    def past_mass(
+        self,
+        q: Tensor,
+        cu_rows: Tensor,
+        layer: Tensor,
+        layout: BlockLayout,
+        past: Past,
+        scale: float,
+        observed: Observed,
+    ) -> Tensor:
+        """The share of attention that committed tokens received from each observed row, summed over the
+        query heads of a KV head: float32 `[O, G, max_blocks * capacity]`, in order of the block list, 0
+        beyond the row's sequence.
+        """
+
+    def present_mass(self, q: Tensor, k: Tensor, cu_rows: Tensor, scale: float, observed: Observed) -> Tensor:
+        """The same for the step's own rows: float32 `[O, G, max_rows]`, entry r for row r of the observed
+        row's sequence; 0 for later rows. `max_rows` is that of the longest sequence.
         """
 
     def commit(
-        self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
+        self,
+        cache: Tensor,
+        layout: BlockLayout,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor,
+        slots: Tensor,
+        cache_format: CacheFormat = FULL,
     ) -> None:
         """Write rows of `k` and `v` `[L, R, G, D]` to `cache` `[L, num_blocks, block_bytes]`, row r at
-        (blocks[r], slots[r]).
+        (blocks[r], slots[r]). Rows are rounded to the layout's dtype first, then quantised: the same bytes as
+        `demote` gives later.
+        """
+
+    def demote(self, cache: Tensor, layout: BlockLayout, source: Slots, target: Slots) -> None:
+        """Write the tokens at `source` to `target`, in its format; between equal formats bytes are moved as
+        they are. All are read before any is written, so blocks may be compacted in place.
         """
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
-from .base import AnyWeight, Past, SampleRows
-from .layout import BLOCK_TOKENS, BlockLayout
+from .base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots, in_fold_order
+from .codes import Codes, quantise, rotate
+from .codes import dequantise as dequantise_codes
+from .layout import FULL, BlockLayout, CacheFormat
 from .noise import gumbel_noise
 from .weights import GroupWeight, dequantise
 
@@ -63,21 +65,23 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def rotate(self, x: Tensor) -> Tensor:
+        """See `codes.rotate`."""
+        return rotate(x)
+
     def past_attention(
-        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
+        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """One sequence at a time: its blocks side by side make K `[G, D, S]` and V `[G, S, D]`."""
+        """One sequence at a time: its tokens of all formats side by side make K and V `[S, G, D]`."""
         out, lse = _empty_part(q)
-        k_plane, v_plane = layout.k_plane(layer), layout.v_plane(layer)
-        starts = cu_rows.tolist()
-        for b, length in enumerate(past.lengths.tolist()):
-            if length == 0:
-                continue
-            rows = slice(starts[b], starts[b + 1])
-            blocks = past.block_table[b, : math.ceil(length / BLOCK_TOKENS)].long()
-            k = k_plane[blocks].permute(1, 2, 0, 3).flatten(2)[..., :length].to(q.dtype)
-            v = v_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
-            out[rows], lse[rows] = _attend(q[rows], k, v, scale, mask=None)
+        pasts = in_fold_order(past)
+        for b, (begin, end) in enumerate(pairwise(cu_rows.tolist())):
+            parts = [_read(layer, layout, _slots(p, b, layout), q.dtype) for p in pasts]
+            k, v = (torch.cat(side) for side in zip(*parts, strict=True)) if parts else (q[:0], q[:0])
+            if len(k) > 0:
+                out[begin:end], lse[begin:end] = _attend(
+                    q[begin:end], k.permute(1, 2, 0), v.transpose(0, 1), scale, mask=None
+                )
         return out, lse
 
     def present_attention(
@@ -113,23 +117,67 @@ class ReferenceOps:
         cu_rows: Tensor,
         layer: Tensor,
         layout: BlockLayout,
-        past: Past,
+        past: AnyPast,
         scale: float,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """The three ops one after another."""
-        return self.merge(
-            *self.past_attention(q, cu_rows, layer, layout, past, scale),
-            *self.present_attention(q, k, v, cu_rows, scale),
-        )
+        old, old_lse = self.past_attention(q, cu_rows, layer, layout, past, scale)
+        new, new_lse = self.present_attention(q, k, v, cu_rows, scale)
+        if lse is not None:
+            torch.logaddexp(old_lse, new_lse, out=lse)
+        return self.merge(old, old_lse, new, new_lse)
+
+    def past_mass(
+        self,
+        q: Tensor,
+        cu_rows: Tensor,
+        layer: Tensor,
+        layout: BlockLayout,
+        past: Past,
+        scale: float,
+        observed: Observed,
+    ) -> Tensor:
+        """One row at a time."""
+        size = past.block_table.shape[1] * layout.capacity(past.format)
+        mass = q.new_zeros(len(observed.rows), layout.num_kv_heads, size)
+        for own, row, b in zip(mass, observed.rows.tolist(), _sequences(cu_rows, observed.rows), strict=True):
+            k, _ = _read(layer, layout, _slots(past, b, layout), q.dtype)
+            own[:, : len(k)] = _mass(q[row], k, scale, observed.lse[row])
+        return mass
+
+    def present_mass(self, q: Tensor, k: Tensor, cu_rows: Tensor, scale: float, observed: Observed) -> Tensor:
+        """One row at a time."""
+        mass = q.new_zeros(len(observed.rows), k.shape[1], int(cu_rows.diff().max()))
+        for own, row, b in zip(mass, observed.rows.tolist(), _sequences(cu_rows, observed.rows), strict=True):
+            seen = k[int(cu_rows[b]) : row + 1].to(q.dtype)
+            own[:, : len(seen)] = _mass(q[row], seen, scale, observed.lse[row])
+        return mass
 
     def commit(
-        self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
+        self,
+        cache: Tensor,
+        layout: BlockLayout,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor,
+        slots: Tensor,
+        cache_format: CacheFormat = FULL,
     ) -> None:
-        """Rounds to the cache's dtype."""
-        blocks, slots = blocks.long(), slots.long()
-        for layer, layer_k, layer_v in zip(cache, k, v, strict=True):
-            layout.k_plane(layer)[blocks, :, :, slots] = layer_k.to(layout.dtype)
-            layout.v_plane(layer)[blocks, :, slots] = layer_v.to(layout.dtype)
+        """One layer at a time."""
+        at = Slots(blocks=blocks, slots=slots, format=cache_format)
+        for layer, layer_k, layer_v in zip(cache, k.to(layout.dtype), v.to(layout.dtype), strict=True):
+            _write(layer, layout, at, layer_k, layer_v)
+
+    def demote(self, cache: Tensor, layout: BlockLayout, source: Slots, target: Slots) -> None:
+        """One layer at a time."""
+        for layer in cache:
+            if source.format != target.format:
+                _write(layer, layout, target, *_read(layer, layout, source, torch.float32))
+                continue
+            for plane in layout.planes(layer, source.format):
+                moved = plane[source.blocks.long(), :, :, source.slots.long()]
+                plane[target.blocks.long(), :, :, target.slots.long()] = moved
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """Greedy rows take the argmax of the logits; the rest add noise to what the filters leave."""
@@ -144,6 +192,52 @@ class ReferenceOps:
             noise = gumbel_noise(int(rows.seed[r]), int(rows.choice[r]), int(rows.position[r]), len(scaled))
             tokens[r] = (scaled + noise.to(scaled.device)).argmax()
         return tokens
+
+
+def _slots(past: Past, sequence: int, layout: BlockLayout) -> Slots:
+    """Where a sequence's tokens lie, in order."""
+    token = torch.arange(int(past.lengths[sequence]), device=past.block_table.device)
+    capacity = layout.capacity(past.format)
+    blocks = past.block_table[sequence, token // capacity]
+    return Slots(blocks=blocks, slots=token % capacity, format=past.format)
+
+
+def _read(layer: Tensor, layout: BlockLayout, at: Slots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V `[R, G, D]` of R tokens: what is stored, or what it stands for."""
+    k, v, *pairs = (
+        plane[at.blocks.long(), :, :, at.slots.long()] for plane in layout.planes(layer, at.format)
+    )
+    if at.format.is_full:
+        return k.to(dtype), v.to(dtype)
+    k_scale, k_zero, v_scale, v_zero = pairs[0].unbind(-1)
+    return (
+        dequantise_codes(Codes(packed=k, scale=k_scale, zero=k_zero), at.format.k_bits, dtype),
+        dequantise_codes(Codes(packed=v, scale=v_scale, zero=v_zero), at.format.v_bits, dtype),
+    )
+
+
+def _write(layer: Tensor, layout: BlockLayout, at: Slots, k: Tensor, v: Tensor) -> None:
+    """Store K and V `[R, G, D]` of R tokens."""
+    values: tuple[Tensor, ...] = (k, v)
+    if not at.format.is_full:
+        keys, vals = quantise(k, at.format.k_bits), quantise(v, at.format.v_bits)
+        pairs = torch.stack((keys.scale, keys.zero, vals.scale, vals.zero), dim=-1)
+        values = keys.packed, vals.packed, pairs
+    for plane, value in zip(layout.planes(layer, at.format), values, strict=True):
+        plane[at.blocks.long(), :, :, at.slots.long()] = value.to(plane.dtype)
+
+
+def _sequences(cu_rows: Tensor, rows: Tensor) -> list[int]:
+    """The sequence that each of some rows belongs to."""
+    found: list[int] = (torch.searchsorted(cu_rows, rows, right=True) - 1).tolist()
+    return found
+
+
+def _mass(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+    """`q` `[H, D]`, `k` `[S, G, D]`, `lse` `[H]` -> weights, summed over the heads of a group: `[G, S]`."""
+    grouped = q.unflatten(0, (k.shape[1], -1))
+    scores = torch.einsum("gmd,sgd->gms", grouped, k) * scale
+    return torch.exp(scores - lse.to(q.dtype).unflatten(0, (k.shape[1], -1))[..., None]).sum(1)
 
 
 def _empty_part(q: Tensor) -> tuple[Tensor, Tensor]:

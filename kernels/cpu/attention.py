@@ -9,12 +9,12 @@ depend on its position and its own tokens alone: not on how the prompt was cut i
 the number of rows, or which thread folds.
 
 Work is cut per sequence and KV head. Few vectors (decoding): one unit a partition, states are folded in a
-second stage. Many vectors (a prefill chunk): one unit per 64 vectors, which folds as it goes.
+second stage. Many vectors (a prefill chunk): one unit per 64 vectors, which folds as it goes. Tokens in
+quantised formats (`quantised.py`) are partitions of their own, which come first.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,24 +22,34 @@ from llvmlite import ir
 
 from .forms import FLOAT, INT16, LANES, Emitter
 from .launch import real
+from .quantised import Pasts, attend_codes, num_quantised
+from .states import (
+    INFINITY,
+    PARTITION,
+    STATE_HEAD,
+    UNIT_VECTORS,
+    Queries,
+    States,
+    clear_states,
+    fold_totals,
+    fold_values,
+    gather,
+    num_partitions,
+    num_states,
+    softmax,
+    state_of,
+)
 from .vector import (
     F32,
-    add,
     attention_tile,
     compiled,
     div,
-    exp_falling,
     first_lane,
-    fma,
-    keep_first,
     load,
     load_bf16,
     load_f16,
     load_part,
     log,
-    max_lanes,
-    maximum,
-    mul,
     prefetch,
     read,
     read_i32,
@@ -49,8 +59,6 @@ from .vector import (
     store,
     store_part,
     store_rows,
-    sub,
-    sum_lanes,
     tile,
     words,
     write,
@@ -58,36 +66,25 @@ from .vector import (
     zeros,
 )
 
-PARTITION = 256
-"""Tokens of a partition: 16 blocks; their scores for a tile of 8 vectors are 8 KB of stack."""
-
-UNIT_VECTORS = 64
-"""Above this many query vectors a sequence's units are cut by vectors, not by partitions."""
-
-STATE_HEAD = 16
-"""float32 before `acc` in a state: top, total, unused."""
-
 MAX_HEAD_DIM = 256
 MIN_HEAD_DIM = 32
 
 F32_, BF16, F16 = range(3)
 """Element types of a block, as the kernel's argument."""
 
-_INFINITY = np.float32(math.inf)
-
 
 @tile
-def _f32_scores(e: Emitter, sums: Any, q: Any, stride: Any, k: Any) -> Any:
+def _f32score_block(e: Emitter, sums: Any, q: Any, stride: Any, k: Any) -> Any:
     return _multiply(e, sums, q, stride, e.load(k, F32.llvm))
 
 
 @tile
-def _bf16_scores(e: Emitter, sums: Any, q: Any, stride: Any, k: Any) -> Any:
+def _bf16score_block(e: Emitter, sums: Any, q: Any, stride: Any, k: Any) -> Any:
     return _multiply(e, sums, q, stride, e.from_bf16(e.load(k, ir.VectorType(INT16, LANES))))
 
 
 @tile
-def _f16_scores(e: Emitter, sums: Any, q: Any, stride: Any, k: Any) -> Any:
+def _f16score_block(e: Emitter, sums: Any, q: Any, stride: Any, k: Any) -> Any:
     return _multiply(e, sums, q, stride, e.from_f16(e.load(k, ir.VectorType(INT16, LANES))))
 
 
@@ -99,19 +96,19 @@ def _multiply(e: Emitter, sums: Any, scalars: Any, stride: Any, vector: Any) -> 
 
 
 @compiled
-def _scores(empty: Any, kind: int, q: int, head_dim: int, k: int) -> Any:
+def score_block(empty: Any, kind: int, q: int, head_dim: int, k: int) -> Any:
     """Scores of a tile's vectors (at `q`, `[head_dim, vectors]`) with the 16 tokens of a block."""
     sums = empty
     count = 4 * len(empty)
     if kind == BF16:
         for d in range(head_dim):
-            sums = _bf16_scores(sums, q + d * count, 4, k + 32 * d)
+            sums = _bf16score_block(sums, q + d * count, 4, k + 32 * d)
     elif kind == F16:
         for d in range(head_dim):
-            sums = _f16_scores(sums, q + d * count, 4, k + 32 * d)
+            sums = _f16score_block(sums, q + d * count, 4, k + 32 * d)
     else:
         for d in range(head_dim):
-            sums = _f32_scores(sums, q + d * count, 4, k + 64 * d)
+            sums = _f32score_block(sums, q + d * count, 4, k + 64 * d)
     return sums
 
 
@@ -120,13 +117,13 @@ def _weighted(sums: Any, kind: int, p: int, v: int, row_bytes: int, count: int) 
     """Add `count` tokens' V, 16 of its columns, weighted by `p` (a vector's lie 1024 bytes apart)."""
     if kind == BF16:
         for i in range(count):
-            sums = _bf16_scores(sums, p + 4 * i, 1024, v + i * row_bytes)
+            sums = _bf16score_block(sums, p + 4 * i, 1024, v + i * row_bytes)
     elif kind == F16:
         for i in range(count):
-            sums = _f16_scores(sums, p + 4 * i, 1024, v + i * row_bytes)
+            sums = _f16score_block(sums, p + 4 * i, 1024, v + i * row_bytes)
     else:
         for i in range(count):
-            sums = _f32_scores(sums, p + 4 * i, 1024, v + i * row_bytes)
+            sums = _f32score_block(sums, p + 4 * i, 1024, v + i * row_bytes)
     return sums
 
 
@@ -146,25 +143,6 @@ class Blocks(NamedTuple):
     block_bytes: int
     packed: int  # address of this head's part of the first packed block
     packed_bytes: int
-
-
-class Queries(NamedTuple):
-    """Query vectors of one sequence and KV head: v is row `v // group`, head `v % group` of the group."""
-
-    base: int
-    row_bytes: int
-    group: int
-    vectors: int
-    offset: int  # position of row 0
-    causal: bool  # row r sees the positions up to its own, `offset + r`; else all rows see all
-
-
-class States(NamedTuple):
-    """Where the vectors' states are."""
-
-    base: int
-    row_bytes: int
-    head_bytes: int
 
 
 @compiled
@@ -193,71 +171,6 @@ def _num_seen(blocks: Blocks, queries: Queries, vector: int) -> int:
 
 
 @compiled
-def _state(states: States, vector: int, group: int) -> int:
-    return states.base + vector // group * states.row_bytes + vector % group * states.head_bytes
-
-
-@compiled
-def _gather(queries: Queries, first: int, count: int, head_dim: int, scale: float, out: int) -> None:
-    """Copy `count` query vectors, scaled, as `[head_dim, count]`."""
-    for m in range(count):
-        vector = first + m
-        source = (
-            queries.base + vector // queries.group * queries.row_bytes + vector % queries.group * head_dim * 4
-        )
-        for d in range(head_dim):
-            write(out + (d * count + m) * 4, read(source + 4 * d) * scale)
-
-
-@compiled
-def _softmax(scores: int, count: int, num_blocks: int, state: int, factors: int, fresh: bool) -> None:
-    """Turn a vector's scores into weights, update top and total of its state, leave the two factors of the
-    fold.
-    """
-    whole = max(0, min(count // 16, num_blocks))
-    tops = splat(-_INFINITY)
-    for j in range(whole):
-        tops = maximum(load(scores + 64 * j), tops)
-    for j in range(whole, num_blocks):
-        value = keep_first(load(scores + 64 * j), count - 16 * j, -_INFINITY)
-        store(scores + 64 * j, value)
-        tops = maximum(value, tops)
-    peak = max_lanes(tops)
-    subtracted, sums = splat(peak if peak > -_INFINITY else np.float32(0.0)), zero()
-    for j in range(num_blocks):
-        value = exp_falling(sub(load(scores + 64 * j), subtracted))
-        store(scores + 64 * j, value)
-        sums = add(sums, value)
-    _fold_totals(state, peak, sum_lanes(sums), factors, fresh)
-
-
-@compiled
-def _fold_totals(state: int, peak: float, total: float, factors: int, fresh: bool) -> None:
-    """Fold a part's top and total into a state; `factors` receives what the part's and the state's acc are
-    scaled by.
-    """
-    old_peak = -_INFINITY if fresh else read(state)
-    old_total = np.float32(0.0) if fresh else read(state + 4)
-    highest = max(peak, old_peak)
-    finite = highest if highest > -_INFINITY else np.float32(0.0)
-    part_factor, old_factor = (
-        first_lane(exp_falling(splat(peak - finite))),
-        first_lane(exp_falling(splat(old_peak - finite))),
-    )
-    write(state, highest)
-    write(state + 4, total * part_factor + old_total * old_factor)
-    write(factors, part_factor)
-    write(factors + 4, old_factor)
-
-
-@compiled
-def _fold_values(part: int, acc: int, count: int, factors: int, fresh: bool) -> None:
-    """Fold `count` <= 16 columns of a part into a state's."""
-    old = zero() if fresh else mul(load_part(acc, count), splat(read(factors + 4)))
-    store_part(acc, fma(load_part(part, count), splat(read(factors)), old), count)
-
-
-@compiled
 def _attend_tile(
     empty: Any,
     blocks: Blocks,
@@ -276,7 +189,7 @@ def _attend_tile(
     tokens = min(PARTITION, _num_seen(blocks, queries, first + count - 1) - start)
     num_blocks = (tokens + 15) // 16
     front = start // 16
-    _gather(queries, first, count, head_dim, scale, q)
+    gather(queries, first, count, head_dim, scale, q)
     for j in range(num_blocks):
         block = _block(blocks, front + j)
         if cold:
@@ -286,13 +199,13 @@ def _attend_tile(
             for line in range(0, half, 64):
                 prefetch(ahead + line)
                 prefetch(block + half + line)
-        store_rows(_scores(empty, _kind(blocks, front + j), q, head_dim, block), scores + 64 * j, 1024)
+        store_rows(score_block(empty, _kind(blocks, front + j), q, head_dim, block), scores + 64 * j, 1024)
     for m in range(count):
-        _softmax(
+        softmax(
             scores + 1024 * m,
             min(tokens, _num_seen(blocks, queries, first + m) - start),
             num_blocks,
-            _state(states, first + m, queries.group),
+            state_of(states, first + m, queries.group),
             factors + 8 * m,
             fresh,
         )
@@ -310,9 +223,9 @@ def _attend_tile(
         store_rows(right, part + 64, 128)
         done = pair - column
         for m in range(count):
-            acc = _state(states, first + m, queries.group) + 4 * (STATE_HEAD + column)
+            acc = state_of(states, first + m, queries.group) + 4 * (STATE_HEAD + column)
             for i in range(done, 32, 16):
-                _fold_values(part + 128 * m + 4 * i, acc + 4 * i, min(16, 32 - i), factors + 8 * m, fresh)
+                fold_values(part + 128 * m + 4 * i, acc + 4 * i, min(16, 32 - i), factors + 8 * m, fresh)
 
 
 @compiled
@@ -342,22 +255,12 @@ def _attend_vectors(
 
 
 @compiled
-def _num_partitions(tokens: int) -> int:
-    return (tokens + PARTITION - 1) // PARTITION
-
-
-@compiled
-def _num_units(tokens: int, vectors: int) -> int:
+def _num_units(quantised: int, tokens: int, vectors: int) -> int:
     """Units of work of a sequence and KV head."""
+    count = quantised + num_partitions(tokens)
     if vectors <= UNIT_VECTORS:
-        return _num_partitions(tokens)
-    return (vectors + UNIT_VECTORS - 1) // UNIT_VECTORS if tokens > 0 else 0
-
-
-@compiled
-def _num_states(tokens: int, vectors: int) -> int:
-    """States of a query vector: one a partition, or one in all."""
-    return _num_partitions(tokens) if vectors <= UNIT_VECTORS else min(1, tokens)
+        return count
+    return (vectors + UNIT_VECTORS - 1) // UNIT_VECTORS if count > 0 else 0
 
 
 @compiled
@@ -384,41 +287,60 @@ def _widened(blocks: Blocks, partition: int, scratch: int) -> Blocks:
 
 
 @compiled
-def _clear_states(states: States, first: int, end: int, group: int, head_dim: int) -> None:
-    """The states of vectors that see nothing of a partition: folding them changes nothing."""
-    for vector in range(first, end):
-        state = _state(states, vector, group)
-        write(state, -_INFINITY)
-        for i in range(4, 4 * (STATE_HEAD + head_dim), 4):
-            write(state + i, np.float32(0.0))
+def _attend_partition(
+    partition: int,
+    blocks: Blocks,
+    queries: Queries,
+    states: States,
+    first: int,
+    end: int,
+    fresh: bool,
+    scratch: int,
+    scale: float,
+) -> None:
+    """One partition in full precision for vectors `first` to `end`; no `scratch` (0): few tiles read it."""
+    start, seeing = partition * PARTITION, first
+    if queries.causal:
+        # Vectors before this one see nothing of the partition.
+        seeing = min(end, max(first, (start - queries.offset) * queries.group))
+    if fresh:
+        clear_states(states, first, seeing, queries.group, blocks.head_dim)
+    near = blocks
+    if scratch != 0 and blocks.kind != F32_ and start // 16 < blocks.num_cached:
+        near = _widened(blocks, partition, scratch)
+    _attend_vectors(near, queries, states, seeing, end, partition, fresh, scale)
 
 
 @compiled
 def _attend_unit(
-    unit: int, blocks: Blocks, queries: Queries, states: States, state_bytes: int, scratch: int, scale: float
+    unit: int,
+    pasts: Pasts,
+    blocks: Blocks,
+    queries: Queries,
+    states: States,
+    state_bytes: int,
+    scratch: int,
+    scale: float,
 ) -> None:
     """One partition for all vectors, into its own states; or all partitions for 64 vectors, folded as they
-    come.
+    come. Partitions in quantised formats are the first.
     """
+    quantised = num_quantised(pasts.words, pasts.sequence)
     is_cut_by_vectors = queries.vectors > UNIT_VECTORS
     first, end, begin, stop = 0, queries.vectors, unit, unit + 1
     own = States(states.base + unit * state_bytes, states.row_bytes, states.head_bytes)
     if is_cut_by_vectors:
         first = unit * UNIT_VECTORS
         end = min(first + UNIT_VECTORS, queries.vectors)
-        begin, stop = 0, _num_partitions(_num_seen(blocks, queries, end - 1))
+        begin, stop = 0, quantised + num_partitions(_num_seen(blocks, queries, end - 1))
         own = states
     for partition in range(begin, stop):
-        start, seeing = partition * PARTITION, first
-        if queries.causal:
-            # Vectors before this one see nothing of the partition.
-            seeing = min(end, max(first, (start - queries.offset) * queries.group))
-        if not is_cut_by_vectors:
-            _clear_states(own, first, seeing, queries.group, blocks.head_dim)
-        near = blocks
-        if is_cut_by_vectors and blocks.kind != F32_ and start // 16 < blocks.num_cached:
-            near = _widened(blocks, partition, scratch)
-        _attend_vectors(near, queries, own, seeing, end, partition, partition == begin, scale)
+        fresh = partition == begin
+        if partition < quantised:
+            attend_codes(pasts, partition, queries, own, first, end, fresh, scale)
+        else:
+            shared = scratch if is_cut_by_vectors else 0
+            _attend_partition(partition - quantised, blocks, queries, own, first, end, fresh, shared, scale)
 
 
 def scratch_bytes(head_dim: int) -> int:
@@ -439,8 +361,8 @@ def attend(args: int, part: int, parts: int) -> None:
 
     Args: q, its row stride, cu_rows, sequences, query heads, KV heads, head_dim, states; of the past: layer,
     block bytes, element bytes, element type, block table, its row stride, lengths (0: no past); packed
-    blocks of the present (0: no present, and all rows see all of the past); args 22: scratch memory. Real:
-    what scores are scaled by.
+    blocks of the present (0: no present, and all rows see all of the past); args 22: scratch memory, 23: the
+    quantised past (see quantised.py). Real: what scores are scaled by.
     """
     q, q_bytes, cu_rows, sequences, heads, kv_heads, head_dim, states = words(args, 8)
     layer, block_bytes, element_bytes, kind, table, table_bytes, lengths, packed = words(args + 64, 8)
@@ -455,8 +377,9 @@ def attend(args: int, part: int, parts: int) -> None:
         rows = read_i32(cu_rows + 4 * b + 4) - start
         past = read_i32(lengths + 4 * b) if lengths != 0 else 0
         tokens = _num_tokens(past, rows, packed)
-        units, num_states = _num_units(tokens, rows * group), _num_states(tokens, rows * group)
-        vector_bytes = num_states * state_bytes
+        quantised = num_quantised(read_i64(args + 184), b)
+        units = _num_units(quantised, tokens, rows * group)
+        vector_bytes = num_states(quantised, tokens, rows * group) * state_bytes
         for g in range(kv_heads):
             blocks = Blocks(
                 head_dim,
@@ -478,10 +401,11 @@ def attend(args: int, part: int, parts: int) -> None:
                 past,
                 packed != 0,
             )
+            pasts = Pasts(read_i64(args + 184), b, g, head_dim, kv_heads, layer, block_bytes)
             place = States(states + g * group * vector_bytes, heads * vector_bytes, vector_bytes)
             for unit in range(units):
                 if turn % parts == part:
-                    _attend_unit(unit, blocks, queries, place, state_bytes, scratch, scale)
+                    _attend_unit(unit, pasts, blocks, queries, place, state_bytes, scratch, scale)
                 turn += 1
         states += rows * heads * vector_bytes
 
@@ -492,17 +416,17 @@ def _fold_vector(states: int, count: int, state_bytes: int, head_dim: int, out: 
     whole, factors = stack(4 * 272), stack(8)
     for i in range(count):
         state = states + i * state_bytes
-        _fold_totals(whole, read(state), read(state + 4), factors, i == 0)
+        fold_totals(whole, read(state), read(state + 4), factors, i == 0)
         for column in range(0, head_dim, 16):
             at = 4 * (STATE_HEAD + column)
-            _fold_values(state + at, whole + at, min(16, head_dim - column), factors, i == 0)
+            fold_values(state + at, whole + at, min(16, head_dim - column), factors, i == 0)
     total = read(whole + 4) if count > 0 else np.float32(0.0)
     for column in range(0, head_dim, 16):
         left = min(16, head_dim - column)
         value = div(load_part(whole + 4 * (STATE_HEAD + column), left), splat(total)) if count > 0 else zero()
         store_part(out + 4 * column, value, left)
     if lse != 0:
-        write(lse, read(whole) + first_lane(log(splat(total))) if count > 0 else -_INFINITY)
+        write(lse, read(whole) + first_lane(log(splat(total))) if count > 0 else -INFINITY)
 
 
 def fold(args: int, part: int, parts: int) -> None:
@@ -519,7 +443,8 @@ def fold(args: int, part: int, parts: int) -> None:
         start = read_i32(cu_rows + 4 * b)
         rows = read_i32(cu_rows + 4 * b + 4) - start
         past = read_i32(lengths + 4 * b) if lengths != 0 else 0
-        count = _num_states(_num_tokens(past, rows, packed), rows * group)
+        quantised = num_quantised(read_i64(args + 184), b)
+        count = num_states(quantised, _num_tokens(past, rows, packed), rows * group)
         for row in range(max(start, first), min(start + rows, end)):
             for head in range(heads):
                 own = states + ((row - start) * heads + head) * count * state_bytes

@@ -144,6 +144,29 @@ class Emitter:
         )
         return self.b.bitcast(self.b.or_(bits, sign), wide)
 
+    def to_f16(self, scalar: ir.Value) -> ir.Value:
+        """One float32 as the int16 that holds the nearest float16, ties to even."""
+        if self.form.has_f16:
+            return self.b.bitcast(self.b.fptrunc(scalar, ir.HalfType()), INT16)
+        bits = self.b.bitcast(scalar, INT32)
+        magnitude = self.b.and_(bits, INT32(0x7FFFFFFF))
+        # Rebias and drop 13 bits of mantissa; what is added before carries where the rest rounds up.
+        odd = self.b.and_(self.b.lshr(magnitude, INT32(13)), INT32(1))
+        biased = self.b.sub(self.b.add(magnitude, self.b.add(odd, INT32(0xFFF))), INT32(112 << 23))
+        normal = self.b.lshr(biased, INT32(13))
+        # Below the normal range: adding 1/2 aligns the mantissa to steps of 2^-24, rounded by the addition.
+        aligned = self.b.fadd(self.b.bitcast(magnitude, FLOAT), ir.Constant(FLOAT, 0.5))
+        subnormal = self.b.sub(self.b.bitcast(aligned, INT32), INT32(126 << 23))
+        half = self.b.select(
+            self.b.icmp_unsigned("<", magnitude, INT32(113 << 23)),
+            subnormal,
+            self.b.select(self.b.icmp_unsigned("<", magnitude, INT32(143 << 23)), normal, INT32(0x7C00)),
+        )
+        is_nan = self.b.icmp_unsigned(">", magnitude, INT32(0x7F800000))
+        half = self.b.select(is_nan, INT32(0x7E00), half)
+        sign = self.b.lshr(self.b.and_(bits, INT32(0x80000000)), INT32(16))
+        return self.b.trunc(self.b.or_(half, sign), INT16)
+
     def from_bf16(self, half: ir.Value) -> ir.Value:
         """int16 lanes that hold bfloat16 -> float32 lanes, exact."""
         lanes = half.type.count

@@ -186,6 +186,7 @@ class Launcher:
         a21: int = 0,
         a22: int = 0,
         a23: int = 0,
+        *,
         value: float = 0.0,
     ) -> None:
         """Run the tape at an address; every stage sees the same arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -9,10 +10,12 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from ..base import AnyWeight, Past, SampleRows
-from ..layout import BLOCK_TOKENS, BlockLayout
+from ..base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots, in_fold_order
+from ..codes import rotation_size
+from ..layout import BLOCK_TOKENS, FULL, BlockLayout, CacheFormat
 from ..weights import GroupWeight, concat
-from . import attention, cache, linear, pack, rowwise, sample
+from . import attention, linear, mass, pack, quantised, rowwise, sample, states
+from . import cache as cache_kernels
 from .forms import host_form
 from .launch import Launcher, Progress, Stage
 
@@ -31,6 +34,8 @@ _TAPES = {
     "rms_norm": (Stage(rowwise.rms_norm),),
     "add_rms_norm_few": (Stage(rowwise.add_rms_norm, False),),
     "add_rms_norm": (Stage(rowwise.add_rms_norm),),
+    "rotate_few": (Stage(rowwise.rotate, False),),
+    "rotate": (Stage(rowwise.rotate),),
     "rope_few": (Stage(rowwise.rope, False),),
     "rope": (Stage(rowwise.rope),),
     "silu_mul_few": (Stage(rowwise.silu_mul, False),),
@@ -50,7 +55,10 @@ _TAPES = {
         Stage(attention.attend),
         Stage(attention.fold, False),
     ),
-    "commit": (Stage(cache.commit),),
+    "past_mass": (Stage(mass.past_mass),),
+    "present_mass": (Stage(mass.present_mass),),
+    "commit": (Stage(cache_kernels.commit),),
+    "demote": (Stage(cache_kernels.demote),),
     "sample": (Stage(sample.sample),),
 }
 """What each op runs; `_few` is for few rows."""
@@ -75,6 +83,29 @@ class PackedLinear(Struct, frozen=True, kw_only=True):
     parts: tuple[PackedWeight, ...]
     num_in: int
     num_out: int
+
+
+class _Cached:
+    """The past as the attention kernels take it; keep it as long as they run. Built for every layer of a
+    step, so it does no more than it must.
+    """
+
+    def __init__(self, layer: Tensor, layout: BlockLayout, past: AnyPast) -> None:
+        table = table_bytes = lengths = self.codes_address = self.max_partitions = 0
+        codes: list[int] = []
+        for p in [past] if isinstance(past, Past) else in_fold_order(past):
+            words = _past_args(layout, p)
+            partition = states.PARTITION // words[2] * words[2]
+            self.max_partitions += -(-p.block_table.shape[1] * words[2] // partition)
+            if p.format.is_full:
+                table, table_bytes, lengths = words[5:]
+            else:
+                codes += words
+        element, kind = layout.dtype.itemsize, _ELEMENT_KINDS[layout.dtype]
+        self.full_args = layer.data_ptr(), layer.stride(0), element, kind, table, table_bytes, lengths
+        if codes:
+            self._words = torch.tensor([len(codes) // quantised.PAST_WORDS, *codes], dtype=torch.int64)
+            self.codes_address = self._words.data_ptr()
 
 
 class CpuOps:
@@ -185,6 +216,17 @@ class CpuOps:
         )
         return out
 
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rows and heads may be strided."""
+        rows, heads, head_dim = x.shape
+        assert head_dim % 8 == 0
+        assert x.stride(2) == 1
+        out = torch.empty(rows, heads, head_dim)
+        tape = self._at["rotate_few" if rows <= FEW_ROWS else "rotate"]
+        strides, size = (4 * x.stride(0), 4 * x.stride(1)), rotation_size(head_dim)
+        self._run(tape, x.data_ptr(), *strides, out.data_ptr(), rows, heads, head_dim, size)
+        return out
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Gate and up lie side by side in each row."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -194,12 +236,13 @@ class CpuOps:
         return out
 
     def past_attention(
-        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: Past, scale: float
+        self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Partitions of 256 tokens, whatever the batch."""
+        """Partitions of some 256 tokens, whatever the batch."""
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        cached = _Cached(layer, layout, past)
         tape = "past_few" if q.shape[0] <= FEW_ROWS else "past"
-        self._attend(tape, q, cu_rows, layout.num_kv_heads, scale, out, lse, past=(layer, layout, past))
+        self._attend(tape, q, cu_rows, layout.num_kv_heads, scale, out, lse, past=cached)
         return out, lse
 
     def present_attention(
@@ -221,15 +264,60 @@ class CpuOps:
         cu_rows: Tensor,
         layer: Tensor,
         layout: BlockLayout,
+        past: AnyPast,
+        scale: float,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Past and present in one go, with the same bits wherever the one in full precision ends and the
+        other begins.
+        """
+        out, cached = torch.empty(q.shape), _Cached(layer, layout, past)
+        tape = "attention_few" if q.shape[0] <= FEW_ROWS else "present"
+        self._attend(tape, q, cu_rows, k.shape[1], scale, out, lse, past=cached, present=(k, v))
+        return out
+
+    def past_mass(
+        self,
+        q: Tensor,
+        cu_rows: Tensor,
+        layer: Tensor,
+        layout: BlockLayout,
         past: Past,
         scale: float,
+        observed: Observed,
     ) -> Tensor:
-        """Past and present in one go, with the same bits wherever the one ends and the other begins."""
-        out = torch.empty(q.shape)
-        tape = "attention_few" if q.shape[0] <= FEW_ROWS else "present"
-        self._attend(
-            tape, q, cu_rows, k.shape[1], scale, out, None, past=(layer, layout, past), present=(k, v)
+        """A row and KV head a thread."""
+        size = past.block_table.shape[1] * layout.capacity(past.format)
+        sequences = _sequences(cu_rows, observed)
+        out = torch.zeros(len(observed.rows), layout.num_kv_heads, size)
+        args = (
+            *_observed_args(q, observed, sequences, layout.num_kv_heads),
+            layer.data_ptr(),
+            layer.stride(0),
+            _ELEMENT_KINDS[layout.dtype],
+            observed.lse.data_ptr(),
+            out.data_ptr(),
+            4 * size,
+            *_past_args(layout, past),
         )
+        self._run(self._at["past_mass"], *args, value=scale)
+        return out
+
+    def present_mass(self, q: Tensor, k: Tensor, cu_rows: Tensor, scale: float, observed: Observed) -> Tensor:
+        """A row and KV head a thread."""
+        size, k = int(cu_rows.diff().max()), k.float()
+        sequences = _sequences(cu_rows, observed)
+        out = torch.zeros(len(observed.rows), k.shape[1], size)
+        args = (
+            *_observed_args(q, observed, sequences, k.shape[1]),
+            k.data_ptr(),
+            4 * k.stride(0),
+            cu_rows.data_ptr(),
+            observed.lse.data_ptr(),
+            out.data_ptr(),
+            4 * size,
+        )
+        self._run(self._at["present_mass"], *args, value=scale)
         return out
 
     def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
@@ -243,26 +331,32 @@ class CpuOps:
         return out
 
     def commit(
-        self, cache: Tensor, layout: BlockLayout, k: Tensor, v: Tensor, blocks: Tensor, slots: Tensor
+        self,
+        cache: Tensor,
+        layout: BlockLayout,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor,
+        slots: Tensor,
+        cache_format: CacheFormat = FULL,
     ) -> None:
-        """Rounds to the cache's dtype."""
+        """Rows are rounded by torch, then quantised."""
         k, v = k.to(layout.dtype).contiguous(), v.to(layout.dtype).contiguous()
-        blocks, slots = blocks.to(torch.int32), slots.to(torch.int32)
-        self._run(
-            self._at["commit"],
-            cache.data_ptr(),
-            cache.stride(0),
-            layout.block_bytes,
-            k.data_ptr(),
-            v.data_ptr(),
-            blocks.data_ptr(),
-            slots.data_ptr(),
-            k.shape[0],
-            k.shape[1],
-            k.shape[2],
-            k.shape[3],
-            layout.dtype.itemsize,
-        )
+        at = Slots(blocks=blocks.to(torch.int32), slots=slots.to(torch.int32), format=cache_format)
+        rows = k.data_ptr(), v.data_ptr()
+        args = (*_cache_args(cache, layout, len(blocks)), *rows, *_slots_args(layout, at))
+        self._run(self._at["commit"], *args)
+
+    def demote(self, cache: Tensor, layout: BlockLayout, source: Slots, target: Slots) -> None:
+        """Records of a head's tokens are held in scratch memory."""
+        tokens = len(source.blocks)
+        assert len(target.blocks) == tokens
+        assert not target.format.is_full or source.format.is_full
+        size = self._launcher.num_threads * tokens * cache_kernels.record_bytes(layout.head_dim)
+        records = torch.empty(size, dtype=torch.uint8)
+        places = (*_slots_args(layout, source), *_slots_args(layout, target))
+        args = (*_cache_args(cache, layout, tokens), *places, records.data_ptr())
+        self._run(self._at["demote"], *args)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """A row a thread."""
@@ -302,7 +396,7 @@ class CpuOps:
         scale: float,
         out: Tensor,
         lse: Tensor | None,
-        past: tuple[Tensor, BlockLayout, Past] | None = None,
+        past: _Cached | None = None,
         present: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Hand the kernels what there is; `out` and `lse` are filled."""
@@ -311,22 +405,6 @@ class CpuOps:
         assert q.stride(1) == head_dim
         assert cu_rows.dtype == torch.int32
         assert head_dim in self.head_dims
-        past_args, max_parts = (0, 0, 0, 0, 0, 0, 0), 0
-        if past is not None:
-            layer, layout, committed = past
-            table = committed.block_table
-            assert table.dtype == torch.int32
-            assert table.stride(1) == 1
-            past_args = (
-                layer.data_ptr(),
-                layer.stride(0),
-                layout.dtype.itemsize,
-                _ELEMENT_KINDS[layout.dtype],
-                table.data_ptr(),
-                4 * table.stride(0),
-                committed.lengths.data_ptr(),
-            )
-            max_parts = -(-table.shape[1] * BLOCK_TOKENS // attention.PARTITION)
         packed, present_args = None, (0, 0, 0, 0)
         packed_at = 0
         if present is not None:
@@ -335,9 +413,10 @@ class CpuOps:
             packed = torch.empty(num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS)
             packed_at = packed.data_ptr()
             present_args = (k.data_ptr(), 4 * k.stride(0), v.data_ptr(), 4 * v.stride(0))
-        split_rows = min(rows, sequences * (attention.UNIT_VECTORS * num_kv_heads // heads))
-        states = (split_rows * max_parts + 2 * rows) * heads
-        state_floats = states * (attention.STATE_HEAD + head_dim)
+        max_parts = 0 if past is None else past.max_partitions
+        split_rows = min(rows, sequences * (states.UNIT_VECTORS * num_kv_heads // heads))
+        num_states = (split_rows * max_parts + 2 * rows) * heads
+        state_floats = num_states * (states.STATE_HEAD + head_dim)
         scratch_floats = self._launcher.num_threads * attention.scratch_bytes(head_dim) // 4
         scratch = torch.empty(state_floats + scratch_floats)
         self._run(
@@ -350,14 +429,81 @@ class CpuOps:
             num_kv_heads,
             head_dim,
             scratch.data_ptr(),
-            *past_args,
+            *((0, 0, 0, 0, 0, 0, 0) if past is None else past.full_args),
             packed_at,
             out.data_ptr(),
             0 if lse is None else lse.data_ptr(),
             *present_args,
             scratch.data_ptr() + 4 * state_floats,
+            0 if past is None else past.codes_address,
             value=scale,
         )
+
+
+def _cache_args(cache: Tensor, layout: BlockLayout, tokens: int) -> tuple[int, ...]:
+    return (
+        cache.data_ptr(),
+        cache.stride(0),
+        layout.block_bytes,
+        cache.shape[0],
+        tokens,
+        layout.num_kv_heads,
+        layout.head_dim,
+        _ELEMENT_KINDS[layout.dtype],
+    )
+
+
+def _slots_args(layout: BlockLayout, at: Slots) -> tuple[int, ...]:
+    assert at.blocks.dtype == at.slots.dtype == torch.int32
+    assert at.blocks.is_contiguous()
+    assert at.slots.is_contiguous()
+    return (*_format_args(layout, at.format), at.blocks.data_ptr(), at.slots.data_ptr())
+
+
+@functools.cache
+def _format_args(layout: BlockLayout, cache_format: CacheFormat) -> tuple[int, ...]:
+    return (
+        cache_format.k_bits,
+        cache_format.v_bits,
+        layout.capacity(cache_format),
+        layout.v_offset(cache_format),
+        layout.pairs_offset(cache_format),
+    )
+
+
+def _past_args(layout: BlockLayout, past: Past) -> tuple[int, ...]:
+    """The `quantised.PAST_WORDS` of a past in any format."""
+    table = past.block_table
+    assert table.dtype == past.lengths.dtype == torch.int32
+    assert table.stride(1) == 1
+    return (
+        *_format_args(layout, past.format),
+        table.data_ptr(),
+        4 * table.stride(0),
+        past.lengths.data_ptr(),
+    )
+
+
+def _observed_args(q: Tensor, observed: Observed, sequences: Tensor, num_kv_heads: int) -> tuple[int, ...]:
+    assert observed.rows.dtype == torch.int32
+    assert observed.lse.dtype == torch.float32
+    assert observed.lse.is_contiguous()
+    assert q.stride(1) == q.shape[2]
+    return (
+        q.data_ptr(),
+        4 * q.stride(0),
+        observed.rows.data_ptr(),
+        sequences.data_ptr(),
+        len(observed.rows),
+        q.shape[1],
+        num_kv_heads,
+        q.shape[2],
+    )
+
+
+def _sequences(cu_rows: Tensor, observed: Observed) -> Tensor:
+    """The sequence that each observed row belongs to."""
+    return torch.searchsorted(cu_rows, observed.rows, right=True, out_int32=True) - 1
 
 
 def _format(weight: AnyWeight) -> str:

@@ -9,9 +9,13 @@ import math
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
 
+from .forms import INT32, INT64, LANES, Emitter
 from .launch import real
 from .vector import (
+    F32,
     add,
     compiled,
     div,
@@ -21,6 +25,7 @@ from .vector import (
     load_part,
     maximum,
     mul,
+    op,
     read,
     splat,
     store,
@@ -159,3 +164,49 @@ def merge(args: int, part: int, parts: int) -> None:
             at, left = row * head_dim * 4 + 4 * i, min(16, head_dim - i)
             value = fma(load_part(out_b + at, left), weight_b, mul(load_part(out_a + at, left), weight_a))
             store_part(out + at, value, left)
+
+
+def _butterfly(e: Emitter, x: Any, span: int) -> Any:
+    """Sums and differences of lanes `span` apart, within runs of `2 * span` lanes."""
+    across = ir.Constant(ir.VectorType(INT32, LANES), [lane ^ span for lane in range(LANES)])
+    signs = ir.Constant(F32.llvm, [-1.0 if lane & span else 1.0 for lane in range(LANES)])
+    other = e.b.shuffle_vector(x, ir.Constant(F32.llvm, ir.Undefined), across)
+    return e.b.fadd(other, e.b.fmul(x, signs))
+
+
+@op(F32, F32, types.int64)
+def _hadamard(e: Emitter, x: Any, size: Any) -> Any:
+    """The unnormalised Hadamard transform of runs of `size` lanes, a power of two; 16 at most."""
+    for span in (1, 2, 4, 8):
+        within = e.b.icmp_signed("<", INT64(span), size)
+        x = e.b.select(within, _butterfly(e, x, span), x)
+    return x
+
+
+@compiled
+def _rotate_head(source: int, target: int, head_dim: int, size: int, norm: Any) -> None:
+    """Within vectors first, then between vectors; both as in `codes.rotate`."""
+    for i in range(0, head_dim, 16):
+        left = min(16, head_dim - i)
+        store_part(target + 4 * i, _hadamard(load_part(source + 4 * i, left), size), left)
+    span = 16
+    while span < size:
+        for run in range(0, head_dim, 2 * span):
+            for i in range(run, run + span, 16):
+                first, second = load(target + 4 * i), load(target + 4 * (i + span))
+                store(target + 4 * i, add(first, second))
+                store(target + 4 * (i + span), sub(first, second))
+        span *= 2
+    for i in range(0, head_dim, 16):
+        left = min(16, head_dim - i)
+        store_part(target + 4 * i, mul(load_part(target + 4 * i, left), norm), left)
+
+
+def rotate(args: int, part: int, parts: int) -> None:
+    """Args: x, its row and head strides, out, rows, heads, head_dim, the transform's size."""
+    x, row_stride, head_stride, out, rows, heads, head_dim, size = words(args, 8)
+    norm = splat(np.float32(1.0 / math.sqrt(size)))
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        for head in range(heads):
+            source = x + row * row_stride + head * head_stride
+            _rotate_head(source, out + (row * heads + head) * head_dim * 4, head_dim, size, norm)

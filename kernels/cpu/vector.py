@@ -17,7 +17,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from .forms import FLOAT, INT16, INT32, INT64, LANES, Emitter, emitter, host_form
+from .forms import FLOAT, INT8, INT16, INT32, INT64, LANES, Emitter, emitter, host_form
 
 
 class Vector(types.Type):  # type: ignore[misc]  # numba is untyped
@@ -172,6 +172,53 @@ def load_f16(e: Emitter, address: Any) -> Any:
     return e.from_f16(e.load(address, ir.VectorType(INT16, LANES)))
 
 
+def codes(e: Emitter, address: Any, bits: int, half: int = 0) -> Any:
+    """Emit 16 codes as float32: 16 bytes, or the low (0) or high (1) halves of 16 bytes."""
+    value = e.b.zext(e.load(address, ir.VectorType(INT8, LANES)), I32.llvm)
+    if bits == 4:
+        four = e.constant(INT32, 4)
+        value = e.b.lshr(value, four) if half else e.b.and_(value, e.constant(INT32, 15))
+    return e.b.sitofp(value, F32.llvm)
+
+
+@op(F32, ADDRESS)
+def load_bytes(e: Emitter, address: Any) -> Any:
+    """16 codes of 8 bits."""
+    return codes(e, address, 8)
+
+
+@op(F32, ADDRESS)
+def load_low(e: Emitter, address: Any) -> Any:
+    """The low halves of 16 bytes."""
+    return codes(e, address, 4)
+
+
+@op(F32, ADDRESS)
+def load_high(e: Emitter, address: Any) -> Any:
+    """The high halves of 16 bytes."""
+    return codes(e, address, 4, half=1)
+
+
+@op(types.none, ADDRESS, F32)
+def store_bytes(e: Emitter, address: Any, value: Any) -> None:
+    """Write 16 whole numbers from 0 to 255 as bytes."""
+    e.store(address, e.b.trunc(e.b.fptosi(value, I32.llvm), ir.VectorType(INT8, LANES)))
+
+
+@op(types.none, ADDRESS, F32, F32)
+def store_halves(e: Emitter, address: Any, low: Any, high: Any) -> None:
+    """Write 16 bytes from whole numbers from 0 to 15: their low halves and their high halves."""
+    shifted = e.b.shl(e.b.fptosi(high, I32.llvm), e.constant(INT32, 4))
+    both = e.b.or_(e.b.fptosi(low, I32.llvm), shifted)
+    e.store(address, e.b.trunc(both, ir.VectorType(INT8, LANES)))
+
+
+@op(F32, F32)
+def nearest_even(e: Emitter, x: Any) -> Any:
+    """The nearest integer, ties to even, for |x| < 2^22."""
+    return e.nearest_even(x)
+
+
 @op(F32, ADDRESS, types.int64)
 def load_part(e: Emitter, address: Any, count: Any) -> Any:
     """The first `count` of 16 float32 and 0 in the other lanes; nothing beyond them is read."""
@@ -254,6 +301,12 @@ def maximum(e: Emitter, x: Any, y: Any) -> Any:
     return e.b.select(e.b.fcmp_ordered(">", x, y), x, y)
 
 
+@op(F32, F32, F32)
+def minimum(e: Emitter, x: Any, y: Any) -> Any:
+    """The smaller of two; `y` where either is not a number."""
+    return e.b.select(e.b.fcmp_ordered("<", x, y), x, y)
+
+
 @op(F32, F32)
 def absolute(e: Emitter, x: Any) -> Any:
     """`|x|`."""
@@ -270,6 +323,12 @@ def first_lane(e: Emitter, x: Any) -> Any:
 def sum_lanes(e: Emitter, x: Any) -> Any:
     """The sum of 16 lanes: halves are added until one is left."""
     return _halve(e, x, e.b.fadd)
+
+
+@op(types.float32, F32)
+def min_lanes(e: Emitter, x: Any) -> Any:
+    """The smallest lane."""
+    return _halve(e, x, lambda a, b: e.b.select(e.b.fcmp_ordered("<", a, b), a, b))
 
 
 @op(types.float32, F32)
@@ -368,6 +427,18 @@ def write(e: Emitter, address: Any, value: Any) -> None:
     e.store(address, value)
 
 
+@op(types.float32, ADDRESS)
+def read_f16(e: Emitter, address: Any) -> Any:
+    """One float16."""
+    return e.b.extract_element(e.from_f16(e.load(address, ir.VectorType(INT16, 1))), INT32(0))
+
+
+@op(types.none, ADDRESS, types.float32)
+def write_f16(e: Emitter, address: Any, value: Any) -> None:
+    """Write one float32 as float16, rounded to the nearest."""
+    e.store(address, e.to_f16(value))
+
+
 @op(types.float64, ADDRESS)
 def read_f64(e: Emitter, address: Any) -> Any:
     """One float64."""
@@ -431,6 +502,12 @@ def add_to_rows(e: Emitter, vectors: Any, address: Any) -> Any:
     """Add the 16 float32 at an address to each vector."""
     other = e.load(address, F32.llvm)
     return [e.b.fadd(vector, other) for vector in vectors]
+
+
+@op(types.none, ADDRESS, ADDRESS)
+def copy_u8(e: Emitter, source: Any, target: Any) -> None:
+    """Copy 1 byte."""
+    e.store(target, e.load(source, INT8))
 
 
 @op(types.none, ADDRESS, ADDRESS)

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from surefoot.kernels.base import Past, SampleRows
+from surefoot.kernels.base import Observed, Past, SampleRows, Slots
 from surefoot.kernels.cpu.launch import Launcher
 from surefoot.kernels.cpu.ops import CpuOps
-from surefoot.kernels.layout import BlockLayout
+from surefoot.kernels.layout import FULL, INT4, INT8, K8V4, BlockLayout
 from surefoot.kernels.weights import BLOCK_BYTES, GroupWeight
 
 
@@ -43,6 +43,7 @@ def form_outputs(ops: CpuOps) -> dict[str, Tensor]:
         layout = BlockLayout(num_kv_heads=2, head_dim=64, dtype=dtype)
         layer = torch.randn(40, layout.block_bytes // dtype.itemsize).to(dtype).view(torch.uint8)
         outputs[f"attention {dtype}"] = ops.attention(q, k, k, cu_rows, layer, layout, past, 0.125)
+    outputs |= _format_outputs(ops)
     index = torch.arange(13)
     rows = SampleRows(
         temperature=torch.full((13,), 0.8),
@@ -55,6 +56,31 @@ def form_outputs(ops: CpuOps) -> dict[str, Tensor]:
     )
     outputs["sample"] = ops.sample(torch.randn(13, 1000) * 3, rows)
     return outputs
+
+
+def _format_outputs(ops: CpuOps) -> dict[str, Tensor]:
+    """Bytes of every cache format, and what is read from them."""
+    layout = BlockLayout(num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    cache, token = torch.zeros(1, 24, layout.block_bytes, dtype=torch.uint8), torch.arange(100)
+    k, v = (
+        ops.rotate(torch.randn(200, 2, 64)).view(2, 1, 100, 2, 64) * torch.logspace(-6, 3, 100)[:, None, None]
+    )
+    slots, pasts = {}, []
+    for i, kind in enumerate((FULL, INT8, K8V4, INT4)):
+        first, capacity = (0, 7, 11, 14)[i], layout.capacity(kind)
+        blocks, place = (first + token // capacity).int(), (token % capacity).int()
+        ops.commit(cache, layout, k, v, blocks, place, kind)
+        slots[kind] = Slots(blocks=blocks, slots=place, format=kind)
+        table = torch.arange(first, first + 8, dtype=torch.int32)[None]
+        pasts.append(Past(block_table=table, lengths=torch.tensor([100], dtype=torch.int32), format=kind))
+    lower = Slots(blocks=slots[INT4].blocks + 6, slots=slots[INT4].slots, format=INT4)
+    ops.demote(cache, layout, slots[INT8], lower)
+    q, cu_rows = torch.randn(3, 6, 64), torch.tensor([0, 3], dtype=torch.int32)
+    out, lse = ops.past_attention(q, cu_rows, cache[0], layout, pasts, 0.01)
+    observed = Observed(rows=torch.tensor([2], dtype=torch.int32), lse=lse)
+    mass = [ops.past_mass(q, cu_rows, cache[0], layout, p, 0.01, observed).flatten() for p in pasts]
+    present = ops.present_mass(q, q[:, :2], cu_rows, 0.01, observed)
+    return {"cache": cache, "mixed past": out, "mass": torch.cat(mass), "present mass": present}
 
 
 if __name__ == "__main__":
