@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 from surefoot.backends.types import Chunk, PromptEcho, TokenLogprob, Usage
 
 from . import responses as body
+from .text_offsets import token_offsets
 
 ChunkBody = body.ChatChunk | body.TextCompletion
 WholeBody = body.ChatCompletion | body.TextCompletion
@@ -142,7 +143,7 @@ class TextAnswer:
     def __init__(self, label: Label, num_prompts: int) -> None:
         self._label = label
         self._fingerprint: str | None = None
-        self._texts = [""] * (num_prompts * label.num_choices)
+        self._num_chars = [0] * (num_prompts * label.num_choices)
 
     def opening(self, fingerprint: str) -> Iterator[body.TextCompletion]:
         """Nothing: text starts with text."""
@@ -157,9 +158,9 @@ class TextAnswer:
             logprobs = (
                 None
                 if event.logprobs is None
-                else text_logprobs(event.logprobs, self._texts[index], event.text)
+                else text_logprobs(event.logprobs, self._num_chars[index], event.text)
             )
-            self._texts[index] += event.text
+            self._num_chars[index] += len(event.text)
             choice = body.TextChoice(
                 index=index, text=event.text, logprobs=logprobs, finish_reason=finish_reason
             )
@@ -173,7 +174,7 @@ class TextAnswer:
     def fold(self, chunks: Sequence[body.TextCompletion]) -> body.TextCompletion:
         """`text_completion`, whole."""
         pieces = _by_index(choice for chunk in chunks for choice in chunk.choices)
-        choices = [_fold_text_choice(i, pieces[i]) for i in range(len(self._texts))]
+        choices = [_fold_text_choice(i, pieces[i]) for i in range(len(self._num_chars))]
         usage = chunks[-1].usage
         return self._completion(choices, usage if isinstance(usage, body.UsageBody) else None)
 
@@ -191,23 +192,15 @@ class TextAnswer:
         )
 
 
-def text_logprobs(tokens: Iterable[TokenLogprob], before: str, text: str) -> body.TextLogprobs:
-    """The older form for tokens whose text is `text` and comes after `before`.
-
-    A token's offset is the place of its first character that no earlier token had begun; a token that is
-    part of a character has the offset of that character.
-    """
-    result = body.TextLogprobs([], [], [], [])
-    seen = b""
-    for token in tokens:
-        # The text may be shorter than its tokens: a stop string can end within one.
-        offset = min(len(seen.decode(errors="ignore")), len(text))
-        seen += token.bytes
-        result.tokens.append(_old_name(token.token, token.bytes))
-        result.text_offset.append(len(before) + offset)
-        result.token_logprobs.append(None if token.logprob is None else finite(token.logprob))
-        result.top_logprobs.append(_old_top(token))
-    return result
+def text_logprobs(tokens: Sequence[TokenLogprob], num_before: int, text: str) -> body.TextLogprobs:
+    """The older form for tokens whose text is `text` and comes after `num_before` characters."""
+    offsets = token_offsets([token.bytes for token in tokens], text, begins=num_before == 0)
+    return body.TextLogprobs(
+        tokens=[_old_name(token.token, token.bytes) for token in tokens],
+        token_logprobs=[None if token.logprob is None else finite(token.logprob) for token in tokens],
+        top_logprobs=[_old_top(token) for token in tokens],
+        text_offset=[num_before + offset for offset in offsets],
+    )
 
 
 def _old_top(token: TokenLogprob) -> dict[str, float] | None:

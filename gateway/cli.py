@@ -187,9 +187,6 @@ def build_cli(environ: Mapping[str, str]) -> App:
 
 
 def _serve(effective: EffectiveSettings) -> int:
-    # OpenMP's threads spin between ops: by default so long that other work on the same cores is starved
-    # (steps of a second were seen), briefly so that they do not sleep. It is read when torch is imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", "50000")
     from .start import run_gateway  # Torch takes seconds to import.
     from .tenants import TenantFileError
 

@@ -7,16 +7,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from .errors import BodyTooLarge, ClientGone, InvalidRequest
+from .errors import BodyTooLarge, ClientGone, InvalidRequest, shortened
 
 Receive = Callable[[], Awaitable[Any]]
+
+MAX_LENGTH_DIGITS = 20
+"""As many as the largest number of 64 bits has."""
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
     """Read the body, but no more than `limit` bytes of it, whether or not its length was announced."""
     announced = headers.get("content-length", "0")
-    if not announced.isdecimal():
-        raise InvalidRequest(f"Invalid content-length: {announced!r}.")
+    if not (announced.isascii() and announced.isdecimal() and len(announced) <= MAX_LENGTH_DIGITS):
+        raise InvalidRequest(f"Invalid content-length: {shortened(announced)!r}.")
     if int(announced) > limit:
         raise BodyTooLarge(f"The body has {announced} bytes, more than the limit of {limit}.")
     body = bytearray()

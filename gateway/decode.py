@@ -9,15 +9,19 @@ from typing import TypeVar
 
 import msgspec
 
-from .errors import InvalidType, InvalidValue, MalformedJson, MissingField, UnknownField
+from .errors import InvalidType, InvalidValue, MalformedJson, MissingField, UnknownField, shortened
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-# The forms of msgspec's messages; tests/gateway/test_errors.py holds each of them.
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
+# The forms of msgspec's messages; tests/gateway/test_errors.py holds each of them. An unknown field's name is
+# the client's, of any length, so messages are cut at fixed words and not searched with patterns.
+_UNKNOWN = "Object contains unknown field `"
+_MISSING = "Object missing required field `"
+_PATH = " - at `$"
 _AT_BYTE = re.compile(r"(?P<what>.*) \(byte (?P<offset>\d+)\)")
-_PATH = re.compile(r" - at `\$\.?(?P<path>.*?)`$")
+
+LONGEST_SLIP = 64
+"""Longer names are no slips of the pen; to compare one of megabytes would take seconds."""
 
 
 def decode(body: bytes, shape: type[T]) -> T:
@@ -28,11 +32,13 @@ def decode(body: bytes, shape: type[T]) -> T:
         raise _wrong_shape(str(error), shape) from None
     except msgspec.DecodeError as error:
         raise MalformedJson(_where_it_breaks(body, str(error))) from None
+    except RecursionError:
+        raise MalformedJson("The body is nested too deeply.") from None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A sentence that names the nearest of `names`, with a space before it; empty if none is near."""
-    nearest = get_close_matches(name, list(names), n=1)
+    nearest = get_close_matches(name, list(names), n=1) if len(name) <= LONGEST_SLIP else []
     return f" Did you mean '{nearest[0]}'?" if nearest else ""
 
 
@@ -55,16 +61,17 @@ def _where_it_breaks(body: bytes, problem: str) -> str:
 
 def _wrong_shape(problem: str, shape: type[msgspec.Struct]) -> Exception:
     path = ""
-    if match := _PATH.search(problem):
-        path, problem = match["path"].removesuffix("[...]"), problem[: match.start()]
-    if match := _UNKNOWN.fullmatch(problem):
-        name = match["name"]
+    if _PATH in problem:
+        problem, _, path = problem.rpartition(_PATH)
+        path = shortened(path.removesuffix("`").removeprefix(".").removesuffix("[...]"))
+    if problem.startswith(_UNKNOWN):
+        name = shortened(problem.removeprefix(_UNKNOWN).removesuffix("`"))
         # Only the top level's names are at hand; deeper objects have few fields.
         hint = "" if path else did_you_mean(name, shape.__struct_fields__)
         param = _join(path, name)
         return UnknownField(f"Unknown parameter: '{param}'.{hint}", param)
-    if match := _MISSING.fullmatch(problem):
-        param = _join(path, match["name"])
+    if problem.startswith(_MISSING):
+        param = _join(path, problem.removeprefix(_MISSING).removesuffix("`"))
         return MissingField(f"Missing required parameter: '{param}'.", param)
     what = problem[0].lower() + problem[1:]
     if not problem.startswith("Expected"):

@@ -9,6 +9,7 @@
     │   ├── InvalidValue        a value is out of range
     │   └── Unsupported         a documented field, or a value of one, that is not implemented here
     ├── BodyTooLarge            the body exceeds the limit
+    ├── HeadTooLarge            the first line and the headers exceed the limit
     ├── InvalidKey              no key, or one that no tenant has
     ├── TooManyRequests         the tenant's own limit of concurrent requests is reached
     └── ClientGone              nobody is left to answer
@@ -26,6 +27,9 @@ from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFou
 from msgspec import Struct, field
 
 from surefoot.backends import errors as backend
+
+MAX_QUOTED = 100
+"""A name or value that a client sent is quoted up to so many characters."""
 
 
 class GatewayError(Exception):
@@ -68,6 +72,10 @@ class BodyTooLarge(GatewayError):
     """The body exceeds the limit."""
 
 
+class HeadTooLarge(GatewayError):
+    """The first line and the headers exceed the limit."""
+
+
 class InvalidKey(GatewayError):
     """No key was sent, or one that no tenant has."""
 
@@ -78,6 +86,11 @@ class TooManyRequests(GatewayError):
 
 class ClientGone(GatewayError):
     """The client closed the connection."""
+
+
+def shortened(text: str) -> str:
+    """As much of a client's own text as a message may quote."""
+    return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "…"
 
 
 class ErrorBody(Struct, frozen=True):
@@ -130,6 +143,7 @@ RULES: Mapping[type[BaseException], Rule] = {
     Unsupported: Rule(400, INVALID, "unsupported_parameter"),
     InvalidKey: Rule(401, INVALID, "invalid_api_key", {"www-authenticate": "Bearer"}),
     BodyTooLarge: Rule(413, INVALID, "request_too_large"),
+    HeadTooLarge: Rule(431, INVALID, "headers_too_large"),
     TooManyRequests: Rule(429, "rate_limit_error", "rate_limit_exceeded", SOON),
     # nginx's number. Nobody receives it; logs and metrics do.
     ClientGone: Rule(499, INVALID, "client_gone"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from .errors import InvalidType, InvalidValue, MissingField, Unsupported
+from .errors import InvalidType, InvalidValue, MissingField, Unsupported, shortened
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """What each role is called in the models' templates, which know no developers."""
@@ -43,7 +43,7 @@ def _read(message: Message, place: str) -> dict[str, Any]:
     if message.role not in ROLES:
         known = ", ".join(f"'{role}'" for role in ROLES)
         raise InvalidValue(
-            f"'{place}.role' must be one of {known}, but it is '{message.role}'.", f"{place}.role"
+            f"'{place}.role' must be one of {known}, but it is '{shortened(message.role)}'.", f"{place}.role"
         )
     for name in ("name", "audio", "refusal", "function_call", "tool_calls", "tool_call_id"):
         if getattr(message, name) not in (None, []):
@@ -62,12 +62,13 @@ def _read_content(content: str | list[dict[str, Any]] | None, place: str) -> str
 
 
 def _read_part(part: dict[str, Any], place: str) -> str:
-    if part.get("type") != "text":
-        raise Unsupported(
-            f"'{place}' is of type '{part.get('type')}': only 'text' is supported by this server.", place
-        )
+    kind = part.get("type")
+    if kind != "text":
+        its_type = f"of type '{shortened(kind)}'" if isinstance(kind, str) else "of no type"
+        raise Unsupported(f"'{place}' is {its_type}: only 'text' is supported by this server.", place)
     if unknown := sorted(part.keys() - TEXT_PART_FIELDS):
-        raise Unsupported(f"'{place}.{unknown[0]}' is not supported by this server.", f"{place}.{unknown[0]}")
+        param = f"{place}.{shortened(unknown[0])}"
+        raise Unsupported(f"'{param}' is not supported by this server.", param)
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidType(f"Invalid type for '{place}.text': expected `str`.", f"{place}.text")

@@ -123,9 +123,9 @@ class Metrics:
         known = record.route is not None
         labels = (record.tenant_id or "", record.route or "unknown", record.method if known else "unknown")
         self._requests.labels(*labels, str(record.status)).inc()
-        if record.model is None:
+        if record.model is None or not record.started:
             return
-        for reason in _reasons(record):
+        for reason in record.end_reasons:
             self._success.labels(record.model, reason).inc()
         self._e2e.labels(record.model).observe(record.elapsed_s)
         for each in record.timings:
@@ -144,8 +144,8 @@ class GapMeter:
         self._last_s: dict[tuple[int, int], float] = {}
 
     def observe(self, prompt: int, event: PromptEcho | Chunk) -> None:
-        """Call when the event comes in; an echo is not output."""
-        if isinstance(event, PromptEcho):
+        """Call when the event comes in; an echo is not output, nor is the bare end of a choice."""
+        if isinstance(event, PromptEcho) or not event.token_ids:
             return
         now, key = time.perf_counter(), (prompt, event.index)
         if key in self._last_s:
@@ -184,9 +184,3 @@ def _filled(family: F, reading: Reading, stats: Iterable[tuple[str, BackendStats
 
 def _usage(stats: BackendStats) -> float:
     return stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0
-
-
-def _reasons(record: RequestRecord) -> list[str]:
-    if record.client_gone:
-        return [*record.finish_reasons, "abort"]
-    return [*record.finish_reasons, "error"] if record.error else record.finish_reasons

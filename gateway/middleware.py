@@ -18,7 +18,7 @@ from .record import RequestRecord
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 QUIET_PATHS = ("/health/", "/metrics")
-"""Asked every few seconds by machines: logged at debug level."""
+"""Asked every few seconds by machines: logged at debug level, "not ready" too, but no errors."""
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -73,7 +73,7 @@ class RequestBoundary:
             record.status = 499 if record.client_gone else 500
         record.route = scope.get("path_template")
         self._metrics.observe_request(record)
-        level = "debug" if record.path.startswith(QUIET_PATHS) and record.status == 200 else "info"
+        level = "debug" if record.path.startswith(QUIET_PATHS) and record.error is None else "info"
         getattr(self._log, level)("request.finished", **record.log_fields())
 
 

@@ -25,6 +25,9 @@ class RequestRecord(Struct, kw_only=True):
     model: str | None = None
     completion_id: str | None = None
     stream: bool | None = None
+    started: bool = False
+    """Whether the backend took the request; one that it refused has no latency to speak of."""
+    first_token_s: float | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
@@ -36,12 +39,26 @@ class RequestRecord(Struct, kw_only=True):
         """Seconds since the request's first line came in."""
         return time.perf_counter() - self.begun_s
 
+    @property
+    def end_reasons(self) -> list[str]:
+        """Why each choice ended, and what ended the request if that was not its choices."""
+        if not self.started:
+            return []
+        if self.client_gone or self.error == "cancelled":
+            return [*self.finish_reasons, "abort"]
+        if self.error is None:
+            return self.finish_reasons
+        return [*self.finish_reasons, "deadline" if self.error == "deadline_exceeded" else "error"]
+
     def observe(self, event: Event) -> None:
         """Count what a backend's event says."""
         if isinstance(event, Started):
+            self.started = True
             self.num_prompt_tokens += event.num_prompt_tokens
         elif isinstance(event, Chunk):
             self.num_output_tokens += len(event.token_ids)
+            if event.token_ids and self.first_token_s is None:
+                self.first_token_s = self.elapsed_s
             if event.finish_reason is not None:
                 self.finish_reasons.append(event.finish_reason)
         elif isinstance(event, Finished):
@@ -49,7 +66,10 @@ class RequestRecord(Struct, kw_only=True):
             self.timings.append(event.timings)
 
     def log_fields(self) -> dict[str, Any]:
-        """The keys of `request.finished`; for several prompts the longest wait, first token and mean pace."""
+        """The keys of `request.finished`; for several prompts the longest wait, first token and mean pace.
+
+        Only the backend knows waits and paces, and it tells them when a prompt has finished.
+        """
         fields: dict[str, Any] = {
             "request_id": self.request_id,
             "method": self.method,
@@ -68,15 +88,12 @@ class RequestRecord(Struct, kw_only=True):
                 "prompt_tokens": self.num_prompt_tokens,
                 "output_tokens": self.num_output_tokens,
                 "cached_tokens": self.num_cached_tokens,
-                "finish_reason": ",".join(sorted(set(self.finish_reasons))) or None,
+                "finish_reason": ",".join(sorted(set(self.end_reasons))) or None,
                 "queue_s": _round(max((each.queue_s for each in self.timings), default=None)),
-                "ttft_s": _round(min(self._known("ttft_s"), default=None)),
-                "tpot_s": _round(_mean(self._known("tpot_s"))),
+                "ttft_s": _round(self.first_token_s),
+                "tpot_s": _round(_mean([each.tpot_s for each in self.timings if each.tpot_s is not None])),
             }
         return {name: value for name, value in fields.items() if value is not None}
-
-    def _known(self, name: str) -> list[float]:
-        return [value for each in self.timings if (value := getattr(each, name)) is not None]
 
 
 def _mean(values: list[float]) -> float | None:

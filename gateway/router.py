@@ -8,6 +8,7 @@ from surefoot.backends.base import Backend
 from surefoot.backends.errors import NotReady, UnknownModel
 from surefoot.backends.types import BackendState, ModelCard
 
+from .errors import shortened
 from .tenants import Tenant
 
 
@@ -26,7 +27,7 @@ class Router:
         for card in self.models(tenant):
             if card.id == model_id:
                 return card
-        raise UnknownModel(f"The model '{model_id}' does not exist, or you have no access to it.")
+        raise UnknownModel(f"The model '{shortened(model_id)}' does not exist, or you have no access to it.")
 
     def backend(self, model_id: str, tenant: Tenant) -> Backend:
         """A backend that can take requests for a model. Raises `UnknownModel` or `NotReady`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from litestar import MediaType, Request, Response, Router, get, post
+from litestar import HttpMethod, MediaType, Request, Response, Router, post, route
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
@@ -21,6 +21,7 @@ from .service import CHAT, TEXT, Service
 from .tenants import Tenant, Tenants
 
 AnyRequest = Request[Any, Any, Any]
+READ = (HttpMethod.GET, HttpMethod.HEAD)
 
 
 def v1_routes(service: Service, router: ModelRouter, tenants: Tenants) -> Router:
@@ -39,11 +40,11 @@ def v1_routes(service: Service, router: ModelRouter, tenants: Tenants) -> Router
     async def completions(request: AnyRequest) -> ASGIApp:
         return await service.complete(request, _tenant(request), TEXT)
 
-    @get("/models", sync_to_thread=False)
+    @route("/models", http_method=READ, sync_to_thread=False)
     def list_models(request: AnyRequest) -> ModelList:
         return ModelList(data=[_model(card) for card in router.models(_tenant(request))])
 
-    @get("/models/{model_id:path}", sync_to_thread=False)
+    @route("/models/{model_id:path}", http_method=READ, sync_to_thread=False)
     def read_model(request: AnyRequest, model_id: FromPath[str]) -> ModelBody:
         return _model(router.model(model_id.lstrip("/"), _tenant(request)))
 
@@ -55,18 +56,18 @@ def v1_routes(service: Service, router: ModelRouter, tenants: Tenants) -> Router
 def open_routes(lifecycle: Lifecycle, metrics: Metrics) -> Router:
     """Paths for the machines that watch over the server. They need no key."""
 
-    @get("/health/live", sync_to_thread=False)
+    @route("/health/live", http_method=READ, sync_to_thread=False)
     def live() -> Health:
         return Health("live")
 
-    @get("/health/ready", sync_to_thread=False)
+    @route("/health/ready", http_method=READ, sync_to_thread=False)
     def ready() -> Response[Health]:
         reason = lifecycle.not_ready
         if reason is None:
             return Response(Health("ready"))
         return Response(Health("not ready", reason), status_code=503, headers={"retry-after": "1"})
 
-    @get("/metrics", sync_to_thread=False, media_type=MediaType.TEXT)
+    @route("/metrics", http_method=READ, sync_to_thread=False, media_type=MediaType.TEXT)
     def read_metrics() -> Response[bytes]:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 

@@ -13,11 +13,13 @@ from msgspec.structs import asdict
 
 from surefoot.backends.types import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenPrompt
 
-from .errors import InvalidValue, MissingField, Unsupported
+from .errors import InvalidValue, MissingField, Unsupported, shortened
 from .fields import refuse_unsupported
 from .limits import (
     BIAS,
+    MAX_BIASES,
     MAX_PROMPTS,
+    MAX_SEQUENCES,
     MAX_STOPS,
     MAX_TEXT_LOGPROBS,
     MAX_TOKENS,
@@ -26,6 +28,7 @@ from .limits import (
     TOKEN_ID,
     Range,
     check_range,
+    check_token_ids,
 )
 from .messages import Message, read_messages
 
@@ -97,8 +100,7 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
         for stop in _check_stops(self.stop):
             if not stop:
                 raise InvalidValue("'stop' must not contain an empty string.", "stop")
-        for token_id in self.stop_token_ids or ():
-            check_range("stop_token_ids", token_id, TOKEN_ID)
+        check_token_ids("stop_token_ids", self.stop_token_ids or ())
         _read_logit_bias(self.logit_bias)
 
     def _check_stream(self) -> None:
@@ -223,13 +225,23 @@ class CompletionRequest(SamplingFields):
             return (TextPrompt(self.prompt),)
         if not self.prompt:
             raise InvalidValue("'prompt' must not be empty.", "prompt")
-        if all(isinstance(each, int) for each in self.prompt):
+        if isinstance(self.prompt[0], int):
             return (_token_prompt(self.prompt, "prompt"),)
-        if len(self.prompt) > MAX_PROMPTS:
-            raise InvalidValue(f"'prompt' has {len(self.prompt)} prompts, more than {MAX_PROMPTS}.", "prompt")
+        self._check_count(len(self.prompt))
         if all(isinstance(each, str) for each in self.prompt):
             return tuple(TextPrompt(str(each)) for each in self.prompt)
         return tuple(_token_prompt(each, f"prompt[{i}]") for i, each in enumerate(self.prompt))
+
+    def _check_count(self, num_prompts: int) -> None:
+        if num_prompts > MAX_PROMPTS:
+            raise InvalidValue(f"'prompt' has {num_prompts} prompts, more than {MAX_PROMPTS}.", "prompt")
+        num_sequences = num_prompts * self.num_choices
+        if num_sequences > MAX_SEQUENCES:
+            raise InvalidValue(
+                f"'n' is {self.num_choices} for each of {num_prompts} prompts, which makes {num_sequences}"
+                f" sequences, more than {MAX_SEQUENCES}.",
+                "n",
+            )
 
     def params(self, limit: int | None) -> SamplingParams:
         """How to sample. `limit` is the most tokens that may be asked for; OpenAI's default is 16."""
@@ -258,10 +270,13 @@ def _check_stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _read_logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     read = {}
+    if bias is not None and len(bias) > MAX_BIASES:
+        raise InvalidValue(f"'logit_bias' has {len(bias)} entries, more than {MAX_BIASES}.", "logit_bias")
     for key, value in (bias or {}).items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) in TOKEN_ID):
             raise InvalidValue(
-                f"'logit_bias' must map token ids to numbers, but has the key '{key}'.", "logit_bias"
+                f"'logit_bias' must map token ids to numbers, but has the key '{shortened(key)}'.",
+                "logit_bias",
             )
         check_range(f"logit_bias.{key}", value, BIAS)
         read[int(key)] = value
@@ -275,6 +290,5 @@ def _token_prompt(token_ids: Any, param: str) -> TokenPrompt:
         )
     if not token_ids:
         raise InvalidValue(f"'{param}' must not be empty.", param)
-    for token_id in token_ids:
-        check_range(param, token_id, TOKEN_ID)
+    check_token_ids(param, token_ids)
     return TokenPrompt(tuple(token_ids))

@@ -13,6 +13,7 @@ import structlog
 import uvicorn
 from litestar import Litestar
 
+from .http_protocol import BoundedHttpProtocol
 from .lifecycle import RELEASE_S, Lifecycle
 
 
@@ -43,6 +44,8 @@ class GatewayServer(uvicorn.Server):
                 app,
                 host=host,
                 port=port,
+                http=BoundedHttpProtocol,
+                ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,

@@ -18,7 +18,7 @@ from .answers import Answer, ChatAnswer, Label, TextAnswer
 from .connection import read_body
 from .decode import decode
 from .delivery import Delivery
-from .errors import InvalidRequest
+from .errors import InvalidValue
 from .generation import Generation
 from .http_settings import HttpSettings
 from .metrics import Metrics
@@ -122,7 +122,7 @@ def _deadline_s(request: Request[Any, Any, Any], record: RequestRecord) -> float
     if sent is None:
         return None
     if not (sent.isascii() and sent.isdecimal() and len(sent) <= 12 and 1 <= int(sent) <= MAX_DEADLINE_MS):
-        raise InvalidRequest(
+        raise InvalidValue(
             f"The header '{DEADLINE_HEADER}' must be a whole number of milliseconds between 1 and"
             f" {MAX_DEADLINE_MS}, but it is '{sent[:20]}'.",
             DEADLINE_HEADER,

@@ -50,7 +50,7 @@ def run_gateway(settings: ServeSettings) -> int:
     # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
     sys.setswitchinterval(0.001)
     backend = make_backend(engine_options(settings), progress=_tell)
-    http = HttpSettings(max_body_bytes=settings.max_body_bytes, keep_alive_s=settings.keep_alive_s)
+    http = HttpSettings(max_body_bytes=int(settings.max_body_bytes), keep_alive_s=settings.keep_alive_s)
     app = create_app([backend], tenants, BaselinePolicy(), http)
     return serve(
         app,

@@ -35,6 +35,10 @@ from .decode import did_you_mean
 from .errors import InvalidKey, InvalidValue, TooManyRequests
 
 KEY_PREFIX = "sf-"
+ID_WORDS = (
+    "1 to 64 lower-case letters, digits, dots, underscores and hyphens, the first of them a letter or a digit"
+)
+HASH_WORDS = "what `surefoot key new` prints: 'sha256:' and 64 lower-case hexadecimal digits"
 Limit = Annotated[int, Meta(ge=1)]
 
 
@@ -124,10 +128,17 @@ def hash_key(key: str) -> str:
 
 
 def load_tenants(folder: Path) -> Tenants:
-    """Read every `*.toml` in a folder. Raises `TenantFileError`."""
+    """Read every `*.toml` in a folder. Raises `TenantFileError`, also where there is none."""
     if not folder.is_dir():
         raise TenantFileError(f"{folder}: no such folder")
     files = [(path, _load(path)) for path in sorted(folder.glob("*.toml"))]
+    if not files:
+        # Whoever names a folder means to ask for keys; to serve everybody would be a surprise.
+        raise TenantFileError(
+            f"{folder}: no tenant file (*.toml) in this folder. Make a key with `surefoot key new` and put"
+            f" its line, with an id, into {folder / 'NAME.toml'}; or name no folder, to serve this machine"
+            " alone, without keys"
+        )
     _refuse_twice([(tenant.id, path) for path, tenant in files], "the id")
     _refuse_twice([(each, path) for path, tenant in files for each in tenant.key_hashes], "the key hash")
     return Tenants([tenant for _, tenant in files])
@@ -145,10 +156,19 @@ def _load(path: Path) -> Tenant:
 
 def _explain(problem: str) -> str:
     if match := re.fullmatch(r"Object contains unknown field `(.*?)`( - at `\$\.limits`)?", problem):
-        name, deeper = match[1], match[2]
-        names = [each.name for each in fields(TenantLimits if deeper else Tenant)]
-        return f"unknown key '{'limits.' if deeper else ''}{name}'.{did_you_mean(name, names)}"
+        return _explain_unknown(match[1], within_limits=bool(match[2]))
+    if match := re.fullmatch(r"Expected `str` matching regex .* - at `\$\.(id|key_hashes\[\d+\])`", problem):
+        return f"'{match[1]}' must be {ID_WORDS if match[1] == 'id' else HASH_WORDS}"
     return problem.replace("Object missing required field", "missing key").replace("`$.", "`")
+
+
+def _explain_unknown(name: str, *, within_limits: bool) -> str:
+    limits = [each.name for each in fields(TenantLimits)]
+    if within_limits:
+        return f"unknown key 'limits.{name}'.{did_you_mean(name, limits)}"
+    if name in limits:
+        return f"unknown key '{name}'. It belongs under [limits]."
+    return f"unknown key '{name}'.{did_you_mean(name, [each.name for each in fields(Tenant)])}"
 
 
 def _refuse_twice(named: Sequence[tuple[str, Path]], what: str) -> None:

@@ -11,6 +11,7 @@ from litestar.testing import TestClient
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import Chunk, FinishReason, TokenLogprob, TopLogprob, Usage
 from surefoot.gateway.answers import Label, TextAnswer, text_logprobs
+from surefoot.gateway.text_offsets import token_offsets
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi there"}]
@@ -159,20 +160,50 @@ def test_offsets_count_characters() -> None:
     """A token that is part of a character has that character's offset, and a name of its own."""
     emoji = "é🙂".encode()
     tokens = [token(emoji[:2]), token(emoji[2:3]), token(emoji[3:6]), token(b"x")]
-    made = text_logprobs(tokens, "ab", "é🙂x")
+    made = text_logprobs(tokens, 2, "é🙂x")
     assert made.text_offset == [2, 3, 3, 4]
     assert made.tokens == ["é", "bytes:\\xf0", "bytes:\\x9f\\x99\\x82", "x"]
 
 
 def test_offsets_stay_within_the_text() -> None:
-    """When a stop string ends the text within its tokens, no offset points behind the text."""
-    assert text_logprobs([token(b"abc"), token(b"STOP")], "", "ab").text_offset == [0, 2]
+    """When a stop string ends the text within its last token, that token's offset is where it begins."""
+    assert text_logprobs([token(b"a"), token(b"bcSTOP")], 0, "abc").text_offset == [0, 1]
+
+
+OFFSETS: list[tuple[str, str, list[bytes], list[int]]] = [
+    ("an end token that was left out", "ab", [b"a", b"<|end|>", b"b"], [0, 1, 1]),
+    ("one at the beginning", "ab", [b"<s>", b"a", b"b"], [0, 0, 1]),
+    ("one at the end", "a", [b"a", b"<|end|>"], [0, 1]),
+    ("several", "ab", [b"<s>", b"a", b"<|end|>", b"<|end|>", b"b"], [0, 0, 1, 1, 1]),
+    ("one within a character", "🙂x", [b"\xf0\x9f", b"<|end|>", b"\x99\x82", b"x"], [0, 0, 0, 1]),
+    ("one that is echoed verbatim", "<s>a", [b"<s>", b"a"], [0, 3]),
+    ("one whose name is spelled out behind it", "<s>a", [b"<s>", b"<", b"s>", b"a"], [0, 3, 3, 3]),
+    ("SentencePiece's first space", "a b", [b"<s>", b" a", b" b"], [0, 0, 1]),
+    ("a prompt that was normalised", "e\u0301 b c", ["é".encode(), b" b", b" c"], [0, 2, 4]),
+    ("bytes of no character", "\ufffdx", [b"\xf0", b"x"], [0, 0]),
+    ("no text at all", "", [b"<|end|>"], [0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "offsets"), [row[1:] for row in OFFSETS], ids=[r[0] for r in OFFSETS]
+)
+def test_offsets_point_into_the_text_that_was_sent(
+    text: str, tokens: list[bytes], offsets: list[int]
+) -> None:
+    """A token that is not in the text has the offset where it stands and moves no other."""
+    assert token_offsets(tokens, text, begins=True) == offsets
+
+
+def test_offsets_go_on_behind_earlier_chunks() -> None:
+    """Within a text a leading space is a token's own."""
+    assert text_logprobs([token(b"<|end|>"), token(b" a"), token(b"b")], 7, " ab").text_offset == [7, 7, 9]
 
 
 def test_impossible_tokens_have_a_number() -> None:
     """A log-probability of minus infinity, which JSON lacks, is -9999."""
     top = (TopLogprob(1, "y", b"y", float("-inf")),)
-    made = text_logprobs([token(b"x", float("-inf"), top)], "", "x")
+    made = text_logprobs([token(b"x", float("-inf"), top)], 0, "x")
     assert made.token_logprobs == [-9999.0]
     assert made.top_logprobs == [{"y": -9999.0, "x": -9999.0}]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from surefoot.backends import errors as backend_errors
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import BackendState, BackendStatus
 from surefoot.gateway import errors as gateway_errors
+from surefoot.gateway.app import create_app
+from surefoot.gateway.tenants import Tenants
+from surefoot.policies.baseline import BaselinePolicy
 
 CHAT = "/v1/chat/completions"
 VALID: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi there"}]}
@@ -27,6 +32,14 @@ def error_of(response: Any) -> dict[str, Any]:
     assert response.headers["x-request-id"]
     error: dict[str, Any] = body["error"]
     return error
+
+
+@pytest.fixture
+def deep_http() -> Iterator[TestClient]:
+    """A client of a gateway that takes bodies as large as it does by default."""
+    with TestClient(create_app([FakeBackend()], Tenants(), BaselinePolicy())) as client:
+        assert client.get("/health/ready").status_code == 200
+        yield client
 
 
 MALFORMED = [
@@ -47,6 +60,57 @@ def test_bad_json_says_where_it_breaks(http: TestClient, body: bytes, place: str
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (400, "invalid_json", None)
     assert place in error["message"]
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000],
+    ids=["lists", "objects"],
+)
+@pytest.mark.parametrize("field", [b"tools", b"response_format", b"prediction"])
+def test_deep_nesting_is_refused(deep_http: TestClient, field: bytes, nested: bytes) -> None:
+    """A body that nests deeper than can be read is the client's fault."""
+    if field == b"prediction":
+        nested = b'{"a":' + nested + b"}"
+    body = json.dumps(VALID).encode()[:-1] + b', "%s": %s}' % (field, nested)
+    response = deep_http.post(CHAT, content=body)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (400, "invalid_json")
+    assert "nested too deeply" in error["message"]
+
+
+def test_a_part_of_deeply_nested_type_is_refused(http: TestClient) -> None:
+    """A message's part whose type is no text is refused without being quoted."""
+    part = b'{"type": ' + b"[" * 900 + b"]" * 900 + b"}"
+    body = b'{"model": "fake", "messages": [{"role": "user", "content": [%s]}]}' % part
+    response = http.post(CHAT, content=body)
+    assert (response.status_code, error_of(response)["code"]) == (400, "unsupported_parameter")
+
+
+LONG = "x" * 90_000
+LONG_NAMES: list[dict[str, Any]] = [
+    {"<" + " - at `$x" * 8000 + "\n>": 1},
+    {LONG: 1},
+    {"a - at `$" + LONG: 1},
+    {"stream_options": {LONG: 1}},
+    {"messages": [{"role": LONG, "content": "a"}]},
+    {"messages": [{"role": "user", "content": [{"type": LONG}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", LONG: 1}]}]},
+    {"logit_bias": {LONG: 1}},
+    {"model": LONG},
+]
+
+
+@pytest.mark.parametrize("fields", LONG_NAMES)
+def test_long_names_take_no_time_and_are_quoted_in_part(http: TestClient, fields: dict[str, Any]) -> None:
+    """What a client sent is refused at once, however long, and its first 100 characters are quoted."""
+    begun = time.perf_counter()
+    response = http.post(CHAT, json=VALID | fields)
+    assert time.perf_counter() - begun < 0.5
+    error = error_of(response)
+    assert response.status_code in (400, 404)
+    assert len(error["message"]) < 400
+    assert len(error["param"] or "") < 150
 
 
 WRONG_SHAPES: list[tuple[Any, str, str | None, str]] = [
@@ -258,6 +322,15 @@ def test_an_announced_body_that_is_too_large(http: TestClient) -> None:
     assert "100000" in error["message"]
 
 
+@pytest.mark.parametrize("length", ["0" * 5000 + "47", "9" * 30, "-1", "1e3", "٣"])
+def test_a_length_that_is_none(http: TestClient, length: str) -> None:
+    """A content-length that no body has is a 400, and not a failure to read it."""
+    response = http.post(CHAT, content=b"{}", headers={"content-length": length.encode()})
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (400, "invalid_request")
+    assert "content-length" in error["message"]
+
+
 def test_a_chunked_body_that_is_too_large(http: TestClient) -> None:
     """A body without announced length is cut off at the limit."""
     response = http.post(CHAT, content=(b"x" * 10_000 for _ in range(11)))
@@ -270,7 +343,8 @@ def test_bad_deadlines(http: TestClient, value: str) -> None:
     """A deadline is a positive whole number of milliseconds."""
     response = http.post(CHAT, json=VALID, headers={"x-surefoot-deadline-ms": value.encode()})
     error = error_of(response)
-    assert (response.status_code, error["param"]) == (400, "x-surefoot-deadline-ms")
+    assert (response.status_code, error["code"]) == (400, "invalid_value")
+    assert error["param"] == "x-surefoot-deadline-ms"
 
 
 def test_a_deadline_reaches_the_backend(http: TestClient, backend: FakeBackend) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from litestar.testing import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from surefoot.backends.errors import EngineFailed
+from surefoot.backends.errors import DeadlineExceeded, EngineFailed
 from surefoot.backends.fake import FakeBackend, Script
+from surefoot.backends.types import BackendState, BackendStatus, Chunk, FinishReason, PromptEcho
 from surefoot.gateway.app import create_app
 from surefoot.gateway.logs import configure_logs
+from surefoot.gateway.metrics import Metrics
 from surefoot.gateway.tenants import Tenant, Tenants, new_key
 from surefoot.policies.baseline import BaselinePolicy
 
@@ -74,6 +76,7 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     backend.script = Script(error=EngineFailed("Down."), error_at=1)
     http.post(CHAT, json=BODY)
     http.post(CHAT, json=BODY | {"temperature": 9})
+    http.post(CHAT, json=BODY | {"max_tokens": 4000})
     http.post(CHAT, json=BODY | {"model": "invented"})
     http.request("FROB", "/invented")
     response = http.get("/metrics")
@@ -100,13 +103,49 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     for reason, count in (("stop", 1), ("length", 2), ("error", 1)):
         assert value("vllm:request_success_total", finished_reason=reason, **model) == count
     chat = {"tenant": "local", "route": CHAT, "method": "POST"}
-    for status, count in (("200", 2), ("503", 1), ("400", 1), ("404", 1)):
+    for status, count in (("200", 2), ("503", 1), ("400", 2), ("404", 1)):
         assert value("surefoot_requests_total", status=status, **chat) == count
     assert value("surefoot_requests_total", tenant="", route="unknown", method="unknown", status="404") == 1
     assert value("surefoot_backend_ready", **model) == 1
     assert value("surefoot_cache_blocks", **model) == 100
     assert value("surefoot_engine_restarts_total", **model) == 0
     assert not any("invented" in str(labels) for _, labels in seen)
+
+
+def test_the_bare_end_of_a_choice_is_no_gap() -> None:
+    """Time between tokens ends with the last token, not with the chunk that says why it was the last."""
+    metrics = Metrics([])
+    gaps = metrics.gap_meter("fake")
+    for event in (
+        PromptEcho(0, "a", (1,), None),
+        Chunk(0, "a", (1,)),
+        Chunk(0, "b", (2,)),
+        Chunk(0, "", (), None, FinishReason.STOP),
+    ):
+        gaps.observe(0, event)
+    seen = samples(metrics.render().decode())
+    assert seen["vllm:inter_token_latency_seconds_count", frozenset({("model_name", "fake")})] == 1
+
+
+def test_deadlines_are_counted_as_such(http: TestClient, backend: FakeBackend) -> None:
+    """A request whose deadline passed while it ran is told apart from one that failed."""
+    backend.script = Script(error=DeadlineExceeded("Too late."), error_at=1)
+    http.post(CHAT, json=BODY)
+    labels = frozenset({("model_name", "fake"), ("finished_reason", "deadline")})
+    assert samples(http.get("/metrics").text)["vllm:request_success_total", labels] == 1
+
+
+def test_docs_list_every_metric_and_key(http: TestClient) -> None:
+    """docs/operations.md names each metric of a scrape, and each key of a request's event."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    with capture_logs() as logs:
+        http.post(CHAT, json=BODY)
+    families = {
+        each.name.removesuffix("_created")
+        for each in text_string_to_metric_families(http.get("/metrics").text)
+    }
+    assert {name for name in families if f"`{name}`" not in text and f"`{name}_total`" not in text} == set()
+    assert [key for key in logs[-1] if f"`{key}`" not in text and key != "log_level"] == []
 
 
 @pytest.mark.anyio
@@ -166,13 +205,97 @@ def test_one_event_per_request() -> None:
     }
 
 
-def test_probes_are_quiet(http: TestClient) -> None:
-    """Health checks and scrapes are logged at debug level, unless they fail."""
+def test_probes_are_quiet(http: TestClient, backend: FakeBackend) -> None:
+    """Health checks and scrapes are logged at debug level, "not ready" too; wrong paths are not."""
     with capture_logs() as logs:
         http.get("/health/live")
         http.get("/metrics")
+        backend.status = BackendStatus(BackendState.FAILED, "broken")
+        assert http.head("/health/ready").status_code == 503
         http.get("/health/nope")
-    assert [each["log_level"] for each in logs] == ["debug", "debug", "info"]
+    assert [each["log_level"] for each in logs] == ["debug", "debug", "debug", "info"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "path", ["/health/live", "/health/ready", "/metrics", "/v1/models", "/v1/models/fake"]
+)
+async def test_head_is_get_without_a_body(serve: Serve, path: str) -> None:
+    """What can be read can be asked for by HEAD."""
+    async with serve() as gateway:
+        head, whole = [await gateway.client.request(method, path) for method in ("HEAD", "GET")]
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert head.headers["x-request-id"]
+
+
+async def exchange(url: str, *pieces: bytes) -> bytes:
+    """Send the pieces, for as long as the server listens; gives all that it answers until it hangs up."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answer = asyncio.create_task(reader.read())
+    with suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+    async with asyncio.timeout(10):
+        await asyncio.wait([answer])
+    writer.close()
+    return b"" if answer.exception() else answer.result()
+
+
+START = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+HEADS = [
+    [START + b"a: " + b"x" * 70_000 + b"\r\n\r\n"],
+    [START, *[b"a: " + b"x" * 1000 + b"\r\n"] * 100, b"\r\n"],
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("pieces", HEADS, ids=["one header", "many headers"])
+async def test_a_head_that_is_too_large(serve: Serve, pieces: list[bytes]) -> None:
+    """More than 64 KiB of headers is a 431, as soon as they are there; a little less is served."""
+    async with serve() as gateway:
+        answer = await exchange(gateway.url, *pieces)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "headers_too_large"
+        assert "65536" in error["message"]
+        fits = await exchange(gateway.url, START, b"a: ", *[b"x" * 10_000] * 6, b"\r\n\r\n")
+        assert fits.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.anyio
+async def test_a_head_without_end_is_cut_off(serve: Serve) -> None:
+    """The server hangs up on a header that goes on and on, and does not wait for its end."""
+    async with serve() as gateway:
+        answer = await exchange(gateway.url, START, b"a: ", *[b"x" * 100_000] * 20)
+    # What was still on its way may make the operating system drop the answer.
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.anyio
+async def test_what_is_no_http_is_answered_in_openais_shape(serve: Serve) -> None:
+    """A request that the parser refuses gets a 400 before the application sees it, and no request id."""
+    async with serve() as gateway:
+        answer = await exchange(gateway.url, b"G@T / HTTP/1.1\r\nhost: x\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    assert b"x-request-id" not in head
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.anyio
+async def test_websockets_are_not_advertised(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that asks for a WebSocket gets a plain answer, and no log line recommends a library."""
+    upgrade = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    async with serve() as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(upgrade)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+    assert "install" not in caplog.text
 
 
 @pytest.fixture

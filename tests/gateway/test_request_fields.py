@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from openai.types.chat import completion_create_params as chat_params
 
 from surefoot.backends.fake import FakeBackend
 from surefoot.backends.types import ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
+from surefoot.gateway.errors import InvalidValue
 from surefoot.gateway.fields import INERT, NEUTRAL
+from surefoot.gateway.limits import MAX_TOKEN_IDS, check_token_ids
 from surefoot.gateway.schemas import ChatRequest, CompletionRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -197,8 +200,28 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"prompt": ["a", 1]}, "prompt", "all"),
     (TEXT, {"prompt": [[1], "a"]}, "prompt", "all"),
     (TEXT, {"prompt": [-1]}, "prompt", "-1"),
+    (TEXT, {"prompt": [1, "a"]}, "prompt", "token ids throughout"),
+    (TEXT, {"prompt": [[1], [5, 2**31]]}, "prompt[1]", str(2**31)),
     (TEXT, {"prompt": ["a"] * 129}, "prompt", "129 prompts, more than 128"),
+    (
+        TEXT,
+        {"prompt": ["a", "b"], "n": 65},
+        "n",
+        "65 for each of 2 prompts, which makes 130 sequences, more than 128",
+    ),
+    (TEXT, {"prompt": [[1]] * 128, "n": 2}, "n", "256 sequences"),
+    (CHAT, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1025 entries, more than 1024"),
 ]
+
+
+def test_a_million_token_ids_are_checked_quickly() -> None:
+    """As many as are allowed take no noticeable time, and one more is refused by number."""
+    ids = [7] * MAX_TOKEN_IDS
+    begun = time.perf_counter()
+    check_token_ids("prompt", ids)
+    assert time.perf_counter() - begun < 0.2
+    with pytest.raises(InvalidValue, match="1000001 token ids, more than 1000000"):
+        check_token_ids("prompt", [*ids, 7])
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "words"), INVALID)

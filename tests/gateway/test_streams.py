@@ -114,6 +114,9 @@ async def test_an_error_within_a_stream_is_its_last_event(serve: Serve, error: E
     assert "[DONE]" not in response.text
     (finished,) = [each for each in logs if each["event"] == "request.finished"]
     assert (finished["error"], finished["output_tokens"]) == (body["code"], 2)
+    assert finished["finish_reason"] == ("deadline" if isinstance(error, DeadlineExceeded) else "error")
+    assert 0 < finished["ttft_s"] <= finished["total_s"]
+    assert "queue_s" not in finished
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -138,6 +141,8 @@ async def test_going_away_aborts(serve: Serve, path: str, stream: bool, position
     (finished,) = [each for each in logs if each["event"] == "request.finished"]
     assert finished["client_gone"] is True
     assert finished["status"] == (200 if stream else 499)
+    assert finished["finish_reason"] == "abort"
+    assert ("ttft_s" in finished) == (position > 0)
 
 
 async def test_going_away_while_sending_the_body(serve: Serve) -> None:

@@ -79,9 +79,15 @@ def test_a_file_is_read(write: Write) -> None:
     assert tenants.keys_required
 
 
-def test_an_empty_folder_means_no_keys(tmp_path: Path) -> None:
-    """Without any file everybody is the local tenant, whatever key they send."""
-    tenants = load_tenants(tmp_path)
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    """Who names a folder wants keys: without a file in it the message says how to make one."""
+    with pytest.raises(TenantFileError, match=r"no tenant file .*`surefoot key new`.*name no folder"):
+        load_tenants(tmp_path)
+
+
+def test_no_tenants_mean_no_keys() -> None:
+    """Without tenants everybody is the local tenant, whatever key they send."""
+    tenants = Tenants()
     assert not tenants.keys_required
     assert tenants.authenticate(None) is LOCAL_TENANT
     assert tenants.authenticate("Bearer anything") is LOCAL_TENANT
@@ -97,8 +103,9 @@ BAD_FILES = [
     (f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\nmodels = "fake"', ["models"]),
     ('id = "a"\nkey_hashes = []', ["key_hashes"]),
     ('id = "a"', ["missing key `key_hashes`"]),
-    ('id = "a"\nkey_hashes = ["sha256:12"]', ["key_hashes[0]"]),
-    (f'id = "A b"\nkey_hashes = ["{HASHES[0]}"]', ["id"]),
+    ('id = "a"\nkey_hashes = ["sha256:12"]', ["'key_hashes[0]' must be what `surefoot key new` prints"]),
+    (f'id = "A b"\nkey_hashes = ["{HASHES[0]}"]', ["'id' must be 1 to 64 lower-case letters, digits"]),
+    (f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\nmax_tokens = 3', ["'max_tokens'", "under [limits]"]),
     ('id = "a', ["Unterminated string"]),
 ]
 
