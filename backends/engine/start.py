@@ -61,7 +61,6 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
 def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     """Everything slow: prepare the weights if that has not been done, and load them."""
     num_threads = options.threads or cpu_count()
-    torch.set_num_threads(num_threads)
     ops = select_ops(
         "cpu", cache_dir=options.cache_dir, num_threads=num_threads, progress=_compile_progress(progress)
     )
@@ -74,6 +73,8 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         progress=progress,
         max_model_len=options.max_model_len,
     )
+    # What is left to torch is small; its threads would only take the cores from those of the kernels.
+    torch.set_num_threads(1)
     return EngineParts(loaded=loaded, ops=ops, cache_dtype=torch.bfloat16)
 
 

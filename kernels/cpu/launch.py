@@ -2,8 +2,8 @@
 
 A kernel is a function `(args, part, parts)`: `args` is the address of up to 24 integers (addresses, sizes,
 strides) and one float64 at the end; the function does its share, `part` of `parts`. It is compiled to a C
-function, so that one parallel loop serves all kernels: a `tape` lists which to run, one after another, on
-which threads.
+function, so that one loop serves all kernels: a `tape` lists which to run, one after another, on which
+threads (`pool.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import llvmlite
 import numba
 import numpy as np
-from llvmlite import ir
 from msgspec import Struct
-from numba import cfunc, njit, prange, set_num_threads, types
+from numba import cfunc, njit, types
 from numba.core.registry import cpu_target
 
-from .forms import INT64, Emitter, host_form
-from .vector import ADDRESS, compiled, op, read_f64, read_i64, stack, write_f64, write_i64
+from .forms import host_form
+from .pool import Pool, attend_pool, call, share
+from .vector import ADDRESS, compiled, read_f64, read_i64, stack, write_f64, write_i64
 
 MAX_ARGS = 24
 
@@ -38,13 +37,6 @@ class Stage(Struct, frozen=True):
     shared: bool = True
 
 
-@op(types.none, types.int64, ADDRESS, types.int64, types.int64)
-def _call(e: Emitter, function: Any, args: Any, part: Any, parts: Any) -> None:
-    """Call a kernel by its address."""
-    signature = ir.FunctionType(ir.VoidType(), [INT64] * 3)
-    e.b.call(e.b.inttoptr(function, signature.as_pointer()), [args, part, parts])
-
-
 @compiled
 def real(args: int) -> float:
     """A kernel's one float64 argument."""
@@ -53,6 +45,7 @@ def real(args: int) -> float:
 
 def _run(
     tape: int,
+    job: int,
     parts: int,
     value: float,
     a0: int,
@@ -117,10 +110,9 @@ def _run(
         if kernel == 0:
             break
         if parts > 1 and read_i64(tape + 8) != 0:
-            for part in prange(parts):
-                _call(kernel, args, part, parts)
+            share(job, kernel, args, parts)
         else:
-            _call(kernel, args, 0, 1)
+            call(kernel, args, 0, 1)
         tape += 16
 
 
@@ -128,14 +120,12 @@ class Launcher:
     """Compiled kernels and the threads they run on; for any Python thread, but one at a time."""
 
     def __init__(self, cache_dir: Path | None, num_threads: int) -> None:
-        # The OpenMP layer starts a region in 2-3 us; the work queue of numba's own takes some 50.
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-        self.num_threads = max(1, min(num_threads, numba.config.NUMBA_NUM_THREADS))
+        self.num_threads = max(1, num_threads)
+        self._pool: Pool | None = None
         self._cache_dir = None if cache_dir is None else cache_dir / cache_key()
         self._addresses: dict[Kernel, int] = {}
         self._compiled: list[Any] = []
         self._run: Any = None
-        self._thread = 0
 
     def compile(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
         """Compile or load kernels; `progress(name, done, total)` is called before each and at the end."""
@@ -147,6 +137,7 @@ class Launcher:
         try:
             report("run", 0, total)
             self._run = self._run or self._compile_run()
+            self._pool = self._pool or Pool(self.num_threads, self._compile_worker())
             for done, kernel in enumerate(todo, start=1):
                 report(kernel.__name__, done, total)
                 self._addresses[kernel] = self._compile(kernel)
@@ -190,12 +181,11 @@ class Launcher:
         value: float = 0.0,
     ) -> None:
         """Run the tape at an address; every stage sees the same arguments."""
-        if self._thread != get_ident():
-            # numba keeps the number of threads per calling thread.
-            set_num_threads(self.num_threads)
-            self._thread = get_ident()
+        assert self._pool is not None, "kernels are compiled before they are run"
+        self._pool.wake()
         self._run(
             tape,
+            self._pool.job,
             self.num_threads,
             value,
             a0,
@@ -225,10 +215,14 @@ class Launcher:
         )
 
     def _compile_run(self) -> Any:
-        signature = types.none(types.int64, types.int64, types.float64, *[types.int64] * MAX_ARGS)
-        return njit(
-            signature, parallel=True, nogil=True, error_model="numpy", cache=self._cache_dir is not None
-        )(_run)
+        signature = types.none(*[types.int64] * 3, types.float64, *[types.int64] * MAX_ARGS)
+        return self._jit(signature)(_run)
+
+    def _compile_worker(self) -> Any:
+        return self._jit(types.none(types.int64, types.int64, types.int64))(attend_pool)
+
+    def _jit(self, signature: Any) -> Any:
+        return njit(signature, nogil=True, error_model="numpy", cache=self._cache_dir is not None)
 
     def _compile(self, kernel: Kernel) -> int:
         signature = types.void(ADDRESS, types.int64, types.int64)
