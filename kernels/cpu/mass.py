@@ -1,9 +1,11 @@
 """The share of attention that each token received from observed rows: scores again, for few rows.
 
-Query heads are taken one at a time and added in order, so that a token's mass is one chain of additions.
+Query heads are added in order, so that a token's mass is one chain of additions.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -43,15 +45,30 @@ def _add_mass(scores: int, count: int, lse: float, out: int) -> None:
 
 
 @compiled
-def _scores_of_block(
-    blocks: CodeBlocks, index: int, seen: int, full_kind: int, q: int, total: int, scores: int
+def _add_past_mass(
+    empty: Any,
+    empty_codes: Any,
+    blocks: CodeBlocks,
+    full_kind: int,
+    queries: Queries,
+    first: int,
+    lse: int,
+    out: int,
+    scale: float,
 ) -> None:
-    """Scores of one vector with the first tokens of a block in any format."""
-    block = code_block(blocks, index)
-    if blocks.k_bits == 16:
-        store_rows(score_block(zeros(1), full_kind, q, blocks.head_dim, block), scores, 1024)
-    else:
-        store_block_scores(zeros(2), blocks, block, seen, q, total, scores)
+    """Add the mass of a tile's vectors from `first` on, with tokens in any format."""
+    vectors, totals, scores = stack(4096), stack(16), stack(4096)
+    count, capacity = len(empty), blocks.capacity
+    gather(queries, first, count, blocks.head_dim, scale, vectors)
+    sum_vectors(vectors, count, blocks.head_dim, totals)
+    for start in range(0, blocks.tokens, capacity):
+        seen, block = min(capacity, blocks.tokens - start), code_block(blocks, start // capacity)
+        if blocks.k_bits == 16:
+            store_rows(score_block(empty, full_kind, vectors, blocks.head_dim, block), scores, 1024)
+        else:
+            store_block_scores(empty_codes, blocks, block, seen, vectors, totals, scores)
+        for m in range(count):
+            _add_mass(scores + 1024 * m, seen, read(lse + 4 * (first + m)), out + 4 * start)
 
 
 def past_mass(args: int, part: int, parts: int) -> None:
@@ -65,21 +82,19 @@ def past_mass(args: int, part: int, parts: int) -> None:
     q, q_bytes, rows, sequences, observed, heads, kv_heads, head_dim = words(args, 8)
     layer, block_bytes, kind, lse, out, out_bytes = words(args + 64, 6)
     past, group = args + 112, heads // kv_heads
-    vector, total, scores = stack(1024), stack(4), stack(1024)
+    scale = np.float32(real(args))
     for unit in range(observed * kv_heads * part // parts, observed * kv_heads * (part + 1) // parts):
         row, g = read_i32(rows + 4 * (unit // kv_heads)), unit % kv_heads
         sequence = read_i32(sequences + 4 * (unit // kv_heads))
         blocks = code_blocks(past, sequence, g, head_dim, kv_heads, layer, block_bytes)
-        first = g * group
-        queries = Queries(q + row * q_bytes + first * head_dim * 4, q_bytes, group, group, 0, False)
-        for m in range(group):
-            gather(queries, m, 1, head_dim, np.float32(real(args)), vector)
-            sum_vectors(vector, 1, head_dim, total)
-            weight = read(lse + 4 * (row * heads + first + m))
-            for start in range(0, blocks.tokens, blocks.capacity):
-                seen = min(blocks.capacity, blocks.tokens - start)
-                _scores_of_block(blocks, start // blocks.capacity, seen, kind, vector, total, scores)
-                _add_mass(scores, seen, weight, out + unit * out_bytes + 4 * start)
+        base, weights = q + row * q_bytes + g * group * head_dim * 4, lse + 4 * (row * heads + g * group)
+        queries, target, m = Queries(base, q_bytes, group, group, 0, False), out + unit * out_bytes, 0
+        while m + 3 <= group:
+            _add_past_mass(zeros(3), zeros(6), blocks, kind, queries, m, weights, target, scale)
+            m += 3
+        while m < group:
+            _add_past_mass(zeros(1), zeros(2), blocks, kind, queries, m, weights, target, scale)
+            m += 1
 
 
 @compiled
