@@ -26,7 +26,7 @@ def _weight(fmt: GroupKind | torch.dtype, num_out: int, num_in: int) -> AnyWeigh
 
 
 def _quantised_rows(x: Tensor) -> Tensor:
-    """What the group formats make of activations, in float64: coarse and fine int8 codes, scaled per group."""
+    """What group formats make of activations, in float64: coarse and fine int8 codes, scaled per group."""
     groups = x.unflatten(1, (-1, GROUP))
     scales = groups.abs().amax(-1, keepdim=True) / 127.0
     scales = torch.where(scales == 0, torch.ones_like(scales), scales).double()
