@@ -1,10 +1,5 @@
 FROM python:3.11-slim
 
-# Triton compiles its launchers with a C compiler when it first runs on a GPU.
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends gcc libc6-dev \
- && rm -rf /var/lib/apt/lists/*
-
 RUN useradd --uid 10001 --create-home surefoot \
  && install --directory --owner surefoot --group surefoot /models /var/cache/surefoot
 
@@ -30,7 +25,6 @@ WORKDIR /home/surefoot
 # Prepared weights and compiled kernels go to the cache volume.
 ENV SUREFOOT_HOST=0.0.0.0 \
     XDG_CACHE_HOME=/var/cache/surefoot \
-    TRITON_CACHE_DIR=/var/cache/surefoot/triton \
     PYTHONUNBUFFERED=1
 VOLUME ["/models", "/var/cache/surefoot"]
 EXPOSE 8000

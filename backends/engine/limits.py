@@ -26,12 +26,6 @@ def cpu_count(root: Path = ROOT, num_cpus: int | None = None) -> int:
     return max(1, min([usable, *(math.ceil(quota) for quota in quotas)]))
 
 
-def memory_limit_bytes(root: Path = ROOT) -> int:
-    """The most memory this process can ever have."""
-    limits = [limit for folder in _folders(root, "memory") if (limit := _memory_limit(folder)) is not None]
-    return min([_meminfo(root, "MemTotal"), *limits])
-
-
 def available_memory_bytes(root: Path = ROOT) -> int:
     """Memory that can still be taken: what the limits leave, counting file pages that can be dropped."""
     left = [

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..weights import GROUP, GroupWeight
+from ..weights import GroupWeight
 from .forms import LANES
 
 
@@ -38,10 +38,3 @@ def _panels(rows: Tensor) -> Tensor:
     missing = -rows.shape[0] % LANES
     padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
     return padded.unflatten(0, (-1, LANES))
-
-
-def group_panel_bytes(weight: GroupWeight) -> int:
-    """Bytes of one panel."""
-    code_bytes = GROUP if weight.kind == "q8_0" else GROUP // 2
-    scale_bytes = 4 if weight.kind == "q4_1" else 2
-    return weight.num_groups * LANES * (code_bytes + scale_bytes)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.backends.engine.limits import available_memory_bytes, cpu_count, memory_limit_bytes
+from surefoot.backends.engine.limits import available_memory_bytes, cpu_count
 
 GiB = 1024**3
 
@@ -72,7 +72,7 @@ def test_least_limit_on_the_way_up(tmp_path: Path) -> None:
         },
     )
     assert cpu_count(root, num_cpus=8) == 3
-    assert memory_limit_bytes(root) == 2 * GiB
+    assert available_memory_bytes(root) == 2 * GiB
 
 
 def test_container_that_sees_its_hosts_path(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_container_that_sees_its_hosts_path(tmp_path: Path) -> None:
         },
     )
     assert cpu_count(root, num_cpus=8) == 1
-    assert memory_limit_bytes(root) == GiB
+    assert available_memory_bytes(root) == GiB
 
 
 def test_v2_tree_beside_v1_trees(tmp_path: Path) -> None:
@@ -108,7 +108,6 @@ def test_no_control_groups(tmp_path: Path) -> None:
     """Without control groups the machine's own numbers hold."""
     root = write(tmp_path, meminfo(1024**2, 1024))
     assert cpu_count(root, num_cpus=6) == 6
-    assert memory_limit_bytes(root) == GiB
     assert available_memory_bytes(root) == 1024**2
 
 
@@ -123,7 +122,6 @@ def test_v1_memory_without_a_limit(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "4096\n",
         },
     )
-    assert memory_limit_bytes(root) == GiB
     assert available_memory_bytes(root) == GiB // 2
 
 
@@ -172,4 +170,4 @@ def test_full_group_has_nothing_left(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     """The real files of this machine give sane numbers."""
     assert 1 <= cpu_count() <= (os.cpu_count() or 1)
-    assert 0 < available_memory_bytes() <= memory_limit_bytes()
+    assert available_memory_bytes() > 0
