@@ -19,6 +19,9 @@ from .weight_mode import WeightMode
 
 Progress = Callable[[str], None]
 
+SLOW_START_S = 10.0
+"""A start that takes longer says what it was that did."""
+
 AUTO_CACHE_SHARE = 0.25
 """How much of the memory that is still available the cache may take if nobody says."""
 
@@ -60,11 +63,13 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
 
 def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     """Everything slow: prepare the weights if that has not been done, and load them."""
+    begun_s = time.monotonic()
     num_threads = options.threads or cpu_count()
     ops = select_ops(
         "cpu", cache_dir=options.cache_dir, num_threads=num_threads, progress=_compile_progress(progress)
     )
     progress(f"Computing with the op set {ops.name} on {num_threads} threads.")
+    compiled_s = time.monotonic()
     loaded = load_model(
         options.model,
         mode=options.weights,
@@ -73,6 +78,12 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         progress=progress,
         max_model_len=options.max_model_len,
     )
+    loaded_s = time.monotonic()
+    if loaded_s - begun_s > SLOW_START_S:
+        progress(
+            f"Kernels took {compiled_s - begun_s:.0f} s and weights {loaded_s - compiled_s:.0f} s; later starts"
+            " find both done unless the model, its form, the processor or this program changes."
+        )
     # What is left to torch is small; its threads would only take the cores from those of the kernels.
     torch.set_num_threads(1)
     return EngineParts(loaded=loaded, ops=ops, cache_dtype=torch.bfloat16)
