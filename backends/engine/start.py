@@ -81,8 +81,8 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     loaded_s = time.monotonic()
     if loaded_s - begun_s > SLOW_START_S:
         progress(
-            f"Kernels took {compiled_s - begun_s:.0f} s and weights {loaded_s - compiled_s:.0f} s; later starts"
-            " find both done unless the model, its form, the processor or this program changes."
+            f"Kernels took {compiled_s - begun_s:.0f} s and weights {loaded_s - compiled_s:.0f} s; later"
+            " starts find both done unless the model, its form, the processor or this program changes."
         )
     # What is left to torch is small; its threads would only take the cores from those of the kernels.
     torch.set_num_threads(1)
