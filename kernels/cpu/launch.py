@@ -25,6 +25,7 @@ from .pool import Pool, attend_pool, call, share
 from .vector import ADDRESS, compiled, read_f64, read_i64, stack, write_f64, write_i64
 
 MAX_ARGS = 24
+_NO_ARGS = (0,) * MAX_ARGS
 
 Kernel = Callable[[int, int, int], None]
 Progress = Callable[[str, int, int], None]
@@ -150,69 +151,11 @@ class Launcher:
         words = [word for s in stages for word in (self._addresses[s.kernel], int(s.shared))]
         return np.array([*words, 0], dtype=np.int64)
 
-    def run(
-        self,
-        tape: int,
-        a0: int = 0,
-        a1: int = 0,
-        a2: int = 0,
-        a3: int = 0,
-        a4: int = 0,
-        a5: int = 0,
-        a6: int = 0,
-        a7: int = 0,
-        a8: int = 0,
-        a9: int = 0,
-        a10: int = 0,
-        a11: int = 0,
-        a12: int = 0,
-        a13: int = 0,
-        a14: int = 0,
-        a15: int = 0,
-        a16: int = 0,
-        a17: int = 0,
-        a18: int = 0,
-        a19: int = 0,
-        a20: int = 0,
-        a21: int = 0,
-        a22: int = 0,
-        a23: int = 0,
-        *,
-        value: float = 0.0,
-    ) -> None:
-        """Run the tape at an address; every stage sees the same arguments."""
+    def run(self, tape: int, *args: int, value: float = 0.0) -> None:
+        """Run the tape at an address; every stage sees the same arguments, 0 for those not given."""
         assert self._pool is not None, "kernels are compiled before they are run"
         self._pool.wake()
-        self._run(
-            tape,
-            self._pool.job,
-            self.num_threads,
-            value,
-            a0,
-            a1,
-            a2,
-            a3,
-            a4,
-            a5,
-            a6,
-            a7,
-            a8,
-            a9,
-            a10,
-            a11,
-            a12,
-            a13,
-            a14,
-            a15,
-            a16,
-            a17,
-            a18,
-            a19,
-            a20,
-            a21,
-            a22,
-            a23,
-        )
+        self._run(tape, self._pool.job, self.num_threads, value, *args, *_NO_ARGS[len(args) :])
 
     def _compile_run(self) -> Any:
         signature = types.none(*[types.int64] * 3, types.float64, *[types.int64] * MAX_ARGS)
