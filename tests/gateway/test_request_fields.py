@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -214,12 +213,10 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-def test_a_million_token_ids_are_checked_quickly() -> None:
-    """As many as are allowed take no noticeable time, and one more is refused by number."""
+def test_more_than_a_million_token_ids_are_refused() -> None:
+    """As many as are allowed pass, and one more is refused by number."""
     ids = [7] * MAX_TOKEN_IDS
-    begun = time.perf_counter()
     check_token_ids("prompt", ids)
-    assert time.perf_counter() - begun < 0.2
     with pytest.raises(InvalidValue, match="1000001 token ids, more than 1000000"):
         check_token_ids("prompt", [*ids, 7])
 
