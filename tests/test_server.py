@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import anyio
@@ -260,7 +261,8 @@ def test_prompts_and_answers_are_not_logged(server: ServerProcess, client: OpenA
         extra_headers={"x-request-id": "logged-1"},
     )
     assert raw.headers["x-request-id"] == "logged-1"
-    text = server.log.read_text()
+    while '"logged-1"' not in (text := server.log.read_text()):  # it is written once the answer is out
+        time.sleep(0.01)
     events = [json.loads(line) for line in text.splitlines() if '"logged-1"' in line]
     assert [event["event"] for event in events] == ["request.finished"]
     assert events[0]["output_tokens"] == 3
