@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, Group, Parameter
 
 from .arrivals import parse_rate
+from .command_line import run_app
 from .compare import compare
 from .errors import BadArgument, BenchError
 from .lengths import parse_length
@@ -177,11 +178,7 @@ def compare_command(a: Path, b: Path, /) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command line; returns the process's exit status."""
-    try:
-        status = build_bench_app()(arguments, exit_on_error=False, result_action="return_value")
-    except CycloptsError:  # Which cyclopts has shown already.
-        return EXIT_USAGE
-    return status or 0
+    return run_app(build_bench_app(), arguments, bad_usage=EXIT_USAGE)
 
 
 def _complain(error: BenchError) -> int:

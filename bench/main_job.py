@@ -13,9 +13,10 @@ import sys
 from statistics import median
 
 import msgspec
-from cyclopts import App, CycloptsError
+from cyclopts import App
 from msgspec import Struct
 
+from .command_line import run_app
 from .errors import BenchError
 from .loop import run_async
 from .main_rounds import NUM_STREAMS, NUM_WAITING, Job, JobResult, measure
@@ -136,11 +137,7 @@ def _say(text: str) -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line; returns the process's exit status."""
     app = App(name="bench-main", help_format="plaintext", version_flags=[], default_command=main)
-    try:
-        status = app(arguments, exit_on_error=False, result_action="return_value")
-    except CycloptsError:  # Which cyclopts has shown already.
-        return EXIT_FAILED
-    return status or 0
+    return run_app(app, arguments, bad_usage=EXIT_FAILED)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def admit(
         raise ContextTooLong(
             f"the context holds at most {max_model_len} tokens, but the prompt has {num_prompt}{asked}:"
             f" shorten the prompt{'' if params.max_tokens is None else ' or lower max_tokens'}",
-            "messages" if _is_chat(message) else "prompt",
+            _param_of(message.prompt),
         )
     return Request(
         message,
@@ -58,10 +58,8 @@ def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> No
     """Refuse what is too long for any tokenizer to make fit, before time is spent on it."""
     match prompt:
         case ChatPrompt(messages):
-            num_chars, num_parts = (
-                sum(len(message.get("content") or "") for message in messages),
-                len(messages),
-            )
+            num_chars = sum(len(message.get("content") or "") for message in messages)
+            num_parts = len(messages)
         case TextPrompt(text):
             num_chars, num_parts = len(text), 0
         case TokenPrompt(token_ids):
@@ -71,12 +69,13 @@ def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> No
         raise ContextTooLong(
             f"the context holds at most {max_model_len} tokens, which the prompt's {size} exceed by far:"
             " shorten the prompt",
-            "messages" if isinstance(prompt, ChatPrompt) else "prompt",
+            _param_of(prompt),
         )
 
 
-def _is_chat(message: GenerateRequest) -> bool:
-    return isinstance(message.prompt, ChatPrompt)
+def _param_of(prompt: Prompt) -> str:
+    """The request's field that a prompt came in."""
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
 
 
 def _check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
