@@ -26,9 +26,15 @@ class CachePlan(Struct, frozen=True, kw_only=True):
 
 
 class SpeculationPlan(Struct, frozen=True, kw_only=True):
-    """Bounds of a request's speculation. A `max_draft` of 0 means none."""
+    """Bounds of a request's speculation. A `max_draft` of 0 means none.
+
+    `proposers` are asked in this order. A draft is made only where it is expected to pay at least
+    `min_gain` (0.02 is 2 % more tokens a second than without).
+    """
 
     max_draft: int = 0
+    proposers: tuple[str, ...] = ("ngram",)
+    min_gain: float = 0.0
 
 
 class ServingPlan(Struct, frozen=True, kw_only=True):
@@ -94,8 +100,12 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One request to a backend.
 
-    `deadline_s` counts from the moment the backend is asked; None means no deadline. `echo` asks for a
-    `PromptEcho` event (with log-probabilities of the prompt's tokens if `params.logprobs` is set).
+    A higher `priority` runs first. `ttft_target_s` and `tpot_target_s` are what was promised for the first
+    token and for each one after it, None for no promise; both, like `deadline_s` (None: no deadline), count
+    from the moment the backend is asked. Requests of one `flow` share its `weight` with one another: between
+    flows of one priority, service is proportional to weight. Prefix blocks are shared within one `salt` only.
+    `flow` and `salt` are opaque to a backend. `echo` asks for a `PromptEcho` event (with log-probabilities of
+    the prompt's tokens if `params.logprobs` is set).
     """
 
     request_id: str
@@ -104,7 +114,12 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     params: SamplingParams = SamplingParams()
     plan: ServingPlan = BASELINE_PLAN
     priority: int = 0
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
     deadline_s: float | None = None
+    flow: str = ""
+    weight: float = 1.0
+    salt: str = ""
     echo: bool = False
 
 
@@ -182,6 +197,7 @@ class Finished(Struct, frozen=True, tag=True):
 
     usage: Usage
     timings: Timings
+    num_preemptions: int = 0
 
 
 Event = Started | PromptEcho | Chunk | Finished
@@ -209,6 +225,32 @@ class BackendStatus(Struct, frozen=True):
 
     state: BackendState
     detail: str = ""
+
+
+class SequenceView(Struct, frozen=True, kw_only=True):
+    """One choice of a request as the scheduler sees it. Ages in seconds."""
+
+    request_id: str
+    choice: int
+    priority: int
+    flow: str
+    running: bool
+    age_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_blocks: int
+    num_preemptions: int
+    slack_s: float | None
+    """Until the next promise (first token, next token or deadline) is broken; negative when it is."""
+
+
+class SchedulerView(Struct, frozen=True, kw_only=True):
+    """A scheduler's queue and running set at one moment, and what it predicts."""
+
+    waiting: tuple[SequenceView, ...] = ()
+    running: tuple[SequenceView, ...] = ()
+    backlog_s: float = 0.0
+    """Predicted seconds of work that waits."""
 
 
 class BackendStats(Struct, frozen=True, kw_only=True):

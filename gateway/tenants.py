@@ -52,6 +52,16 @@ class TenantLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_concurrent_requests: Limit | None = None
     max_tokens: Limit | None = None
     max_n: Limit | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+
+
+class TenantClasses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which SLA classes a tenant's requests get. `allowed` None is all; `reserved` is what `scale` means."""
+
+    default: str = "standard"
+    allowed: tuple[str, ...] | None = None
+    reserved: str | None = None
 
 
 class Tenant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +72,8 @@ class Tenant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")], ...], Meta(min_length=1)
     ]
     models: tuple[str, ...] | None = None
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    classes: TenantClasses = TenantClasses()
     limits: TenantLimits = TenantLimits()
 
     def may_use(self, model_id: str) -> bool:
