@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from .types import BackendStats, BackendStatus, Event, GenerateRequest, ModelCard
+from .types import BackendStats, BackendStatus, Event, GenerateRequest, ModelCard, SchedulerView
 
 
 class Backend(Protocol):
@@ -25,6 +25,10 @@ class Backend(Protocol):
     @property
     def stats(self) -> BackendStats:
         """A snapshot for metrics; cheap, callable from the event loop at any time."""
+
+    @property
+    def scheduler(self) -> SchedulerView:
+        """Who waits and who runs, as of the last step; cheap, callable from the event loop at any time."""
 
     async def start(self) -> None:
         """Begin to make the backend ready; returns when it is, raises if it cannot be."""

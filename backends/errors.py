@@ -9,7 +9,7 @@
     ├── RequestFault            a fault inside this one request; others go on
     └── Unavailable             the backend is at fault; trying again later may help
         ├── NotReady            still starting, or draining
-        ├── Overloaded          the queue is full
+        ├── Overloaded          too much waits; `retry_after_s` says when it may be less
         └── EngineFailed        the engine broke down while it served the request
 
 `gateway/errors.py` has the one table that maps these to HTTP.
@@ -59,7 +59,16 @@ class NotReady(Unavailable):
 
 
 class Overloaded(Unavailable):
-    """The backend's queue is full."""
+    """Too much waits to take the request, or to keep what it was promised.
+
+    `retry_after_s` is computed from the backlog. `reason` is one word for metrics: `requests` (too many
+    wait), `seconds` (too much work waits) or `target` (the first token would come too late).
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, reason: str = "requests") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class EngineFailed(Unavailable):

@@ -26,6 +26,7 @@ from .types import (
     ModelCard,
     Prompt,
     PromptEcho,
+    SchedulerView,
     Started,
     TextPrompt,
     Timings,
@@ -65,6 +66,7 @@ class FakeBackend:
     ) -> None:
         self.script = script or Script()
         self.requests: list[GenerateRequest] = []
+        self.scheduler_view = SchedulerView()
         self.num_running = 0
         self.num_finished = 0
         self.num_aborted = 0
@@ -94,6 +96,11 @@ class FakeBackend:
             prompt_tokens_total=self.num_prompt_tokens,
             output_tokens_total=self.num_output_tokens,
         )
+
+    @property
+    def scheduler(self) -> SchedulerView:
+        """What tests set as `scheduler_view`."""
+        return self.scheduler_view
 
     async def start(self) -> None:
         """Ready once the start gate, if there is one, is open."""

@@ -28,6 +28,7 @@ from surefoot.backends.types import (
     GenerateRequest,
     ModelCard,
     Prompt,
+    SchedulerView,
     Started,
     TextPrompt,
     TokenPrompt,
@@ -126,6 +127,11 @@ class EngineBackend:
     def stats(self) -> BackendStats:
         """As of the engine's last step."""
         return self._stats
+
+    @property
+    def scheduler(self) -> SchedulerView:
+        """As of the engine's last step."""
+        return SchedulerView()
 
     async def start(self) -> None:
         """Load, warm up, start the thread."""
