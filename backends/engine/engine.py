@@ -28,11 +28,12 @@ from surefoot.kernels.layout import BLOCK_TOKENS
 from .block_pool import BlockPool
 from .choice_stream import ChoiceStream
 from .prepare import LoadedModel
-from .runner import ModelRunner, StepInput, build_step
+from .runner import ModelRunner, build_step
 from .sampler import Sampled, Sampler
 from .scheduler import ScheduledChunk, Scheduler
 from .sequence import Request, Sequence, SequenceStatus
 from .settings import EngineSettings
+from .step_input import StepInput
 
 log = structlog.get_logger()
 

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from surefoot.kernels.base import Ops, Past
 from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
-from .model import Model
+from .model import Attend, Model
+from .replay import StepReplay
 from .scheduler import ScheduledChunk
 from .settings import EngineSettings
-
-
-class StepInput(Struct, frozen=True):
-    """A step as tensors: N rows of B sequences, and which R rows need logits."""
-
-    token_ids: Tensor  # int64 [N]
-    positions: Tensor  # int64 [N]
-    cu_rows: Tensor  # int32 [B + 1]
-    past: Past
-    logit_rows: Tensor  # int64 [R]
-    logit_spans: list[range]  # per sequence, its part of the R rows
-    blocks: Tensor  # int32 [N], where each row will be committed
-    slots: Tensor  # int32 [N]
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens of the step."""
-        return len(self.token_ids)
+from .step_input import StepInput
 
 
 def build_step(chunks: list[ScheduledChunk]) -> StepInput:
@@ -104,28 +87,24 @@ class ModelRunner:
         self._step_k = torch.zeros(rows, dtype=cache_dtype)
         self._step_v = torch.zeros(rows, dtype=cache_dtype)
         self._scale = config.attention_scale
+        self._replay = StepReplay(model, ops, self._attend, max_rows=settings.max_batched_tokens)
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> Tensor:
-        """Logits `[R, vocab_size]` (float32) of the step's `logit_rows`."""
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            present_k, present_v = self._step_k[layer, : step.num_rows], self._step_v[layer, : step.num_rows]
-            present_k.copy_(k)
-            present_v.copy_(v)
-            return self._ops.attention(
-                q,
-                present_k,
-                present_v,
-                step.cu_rows,
-                self._cache[layer],
-                self._layout,
-                step.past,
-                self._scale,
-            )
-
+        """Logits `[R, vocab_size]` (float32) of the step's `logit_rows`; good until the next run."""
+        replayed = self._replay.run(step)
+        if replayed is not None:
+            return replayed
+        attend = self._attend(step.num_rows, step.cu_rows, step.past)
         hidden = self._model.forward(step.token_ids, step.positions, attend)
         return self._model.logits(hidden[step.logit_rows])
+
+    def _attend(self, num_rows: int, cu_rows: Tensor, past: Past) -> Attend:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._ops.keep(k, v, self._step_k[layer, :num_rows], self._step_v[layer, :num_rows])
+            return self._ops.attention(q, k, v, cu_rows, self._cache[layer], self._layout, past, self._scale)
+
+        return attend
 
     @torch.inference_mode()
     def commit(self, step: StepInput) -> None:

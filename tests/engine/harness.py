@@ -100,7 +100,7 @@ def raw_logits(engine: Engine, parts: EngineParts, token_ids: Sequence[int]) -> 
     while request.sequences[0].num_committed < len(token_ids):
         chunks = engine.scheduler.schedule()
         step = build_step(chunks)
-        rows.append(engine._runner.run(step))
+        rows.append(engine._runner.run(step).clone())
         engine._runner.commit(step)
         request.sequences[0].num_committed += chunks[0].num_tokens
     engine.abort(request.key)
