@@ -254,14 +254,22 @@ class SchedulerView(Struct, frozen=True, kw_only=True):
 
 
 class BackendStats(Struct, frozen=True, kw_only=True):
-    """What a backend's metrics are made of. Counters only grow, across engine restarts too."""
+    """What a backend's metrics are made of. Counters only grow, across engine restarts too.
+
+    A block is used, cached (free, with content that a request may find again) or plainly free. The prefix
+    cache's queries and hits are prompt tokens: those that were looked up, and those found.
+    """
 
     num_waiting: int = 0
     num_running: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0
+    num_blocks_cached: int = 0
     prompt_tokens_total: int = 0
     output_tokens_total: int = 0
     preemptions_total: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    prefix_cache_evictions_total: int = 0
     steps_total: int = 0
     engine_restarts_total: int = 0

@@ -63,11 +63,19 @@ GAUGES = (
     Reading("vllm:kv_cache_usage_perc", "Share of the cache's blocks in use; 1 is all.", lambda s: _usage(s)),
     Reading("surefoot_cache_blocks", "Blocks that the cache has.", lambda s: s.num_blocks),
     Reading("surefoot_cache_blocks_used", "Blocks that requests hold.", lambda s: s.num_blocks_used),
+    Reading("surefoot_cache_blocks_cached", "Free blocks with a prefix.", lambda s: s.num_blocks_cached),
 )
 COUNTERS = (
     Reading("vllm:prompt_tokens", "Prompt tokens of requests.", lambda s: s.prompt_tokens_total),
     Reading("vllm:generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
     Reading("vllm:num_preemptions", "Requests put back for want of blocks.", lambda s: s.preemptions_total),
+    Reading("vllm:prefix_cache_queries", "Tokens looked up.", lambda s: s.prefix_cache_queries_total),
+    Reading("vllm:prefix_cache_hits", "Tokens found in the cache.", lambda s: s.prefix_cache_hits_total),
+    Reading(
+        "surefoot_prefix_cache_evictions",
+        "Cached blocks given to other tokens.",
+        lambda s: s.prefix_cache_evictions_total,
+    ),
     Reading("surefoot_engine_steps", "Steps of the engine.", lambda s: s.steps_total),
     Reading("surefoot_engine_restarts", "Restarts of a failed engine.", lambda s: s.engine_restarts_total),
 )

@@ -72,6 +72,10 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     max_waiting: Annotated[
         int, Setting(whole(0), "Requests that may wait for their turn; more are told to come back later")
     ] = 1024
+    prefix_cache: Annotated[
+        Literal["on", "off"],
+        Setting(one_of("on", "off"), "Keep what prompts begin with for a tenant's later requests"),
+    ] = "on"
     threads: Annotated[
         int | None,
         Setting(auto_or(whole(1)), "CPU threads of the engine (auto: the CPUs this process may use)"),

@@ -92,6 +92,7 @@ def engine_options(settings: ServeSettings) -> EngineOptions:
         model_id=settings.served_model_id or default_model_id(settings.model),
         weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),
         cache_bytes=settings.cache_memory,
+        prefix_cache=settings.prefix_cache == "on",
         **{name: values[name] for name in SHARED_WITH_ENGINE},
     )
 

@@ -300,9 +300,13 @@ class EngineBackend:
             num_running=len(engine.scheduler.running),
             num_blocks=engine.pool.num_blocks,
             num_blocks_used=engine.pool.num_used,
+            num_blocks_cached=engine.pool.num_cached,
             prompt_tokens_total=counters.num_prompt_tokens,
             output_tokens_total=counters.num_output_tokens,
             preemptions_total=counters.num_preemptions,
+            prefix_cache_queries_total=counters.num_queried_tokens,
+            prefix_cache_hits_total=counters.num_cached_tokens,
+            prefix_cache_evictions_total=counters.num_evictions,
             steps_total=counters.num_steps,
             engine_restarts_total=self._num_restarts,
         )

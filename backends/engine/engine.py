@@ -23,13 +23,14 @@ from surefoot.backends.types import (
     TokenPrompt,
 )
 from surefoot.kernels.base import Ops
-from surefoot.kernels.layout import BLOCK_TOKENS
+from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
 from .block_pool import BlockPool
 from .choice_stream import ChoiceStream
+from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
 from .runner import ModelRunner, build_step
-from .sampler import Sampled, Sampler
+from .sampler import NonFiniteLogits, Sampled, Sampler
 from .scheduler import ScheduledChunk, Scheduler
 from .sequence import Request, Sequence, SequenceStatus
 from .settings import EngineSettings
@@ -52,6 +53,9 @@ class EngineCounters(Struct):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_evictions: int = 0
 
 
 class Engine:
@@ -77,7 +81,12 @@ class Engine:
         self._sampler = Sampler(ops, loaded.tokenizer)
         self.pool = BlockPool(self._runner.num_blocks)
         self.counters = counters
-        self.scheduler = Scheduler(settings, self.pool)
+        self._prefix_cache = PrefixCache(
+            self.pool,
+            (loaded.fingerprint, str(cache_dtype), repr(FULL)),
+            between_requests=settings.prefix_cache,
+        )
+        self.scheduler = Scheduler(settings, self.pool, self._prefix_cache)
         self.max_model_len = min(
             settings.max_model_len or loaded.model.config.max_model_len,
             loaded.model.config.max_model_len,
@@ -112,6 +121,7 @@ class Engine:
         """Queue a request that `admission` has accepted."""
         params = request.message.params
         self._requests[request.key] = request
+        self._prefix_cache.enter(request)
         continues = not isinstance(request.message.prompt, ChatPrompt)
         for choice in range(params.n):
             detokenizer = self._tokenizer.detokenizer(continues=continues)
@@ -132,6 +142,7 @@ class Engine:
         outputs = list(self._expire())
         chunks = self.scheduler.schedule()
         self.counters.num_preemptions += self.scheduler.take_preemptions()
+        self.counters.num_evictions += self.pool.take_evictions()
         if not chunks:
             return outputs
         self._mark_started(chunks)
@@ -164,23 +175,27 @@ class Engine:
             if request.first_step_s is None:
                 request.first_step_s = now
                 self.counters.num_prompt_tokens += len(request.prompt_token_ids)
+                self.counters.num_queried_tokens += request.num_queried_tokens
+                self.counters.num_cached_tokens += request.num_cached_tokens
 
     def _note_prompt_logprobs(self, chunks: list[ScheduledChunk], step: StepInput, logits: Tensor) -> None:
-        """The row at a prompt's position p predicts the token at p + 1."""
+        """The row at a prompt's position p predicts the token at p + 1. What is known already stays."""
         for chunk, span in zip(chunks, step.logit_spans, strict=True):
             seq = chunk.sequence
             if not seq.wants_prompt_logprobs:
                 continue
-            if seq.num_committed == 0:
-                seq.prompt_logprobs = [self._sampler.unpredicted(seq.token_ids[0])]
-            predicted = seq.token_ids[seq.num_committed + 1 : seq.num_prompt_tokens]
-            for row, token_id in zip(span, predicted, strict=False):
-                seq.prompt_logprobs.append(self._sampler.logprobs_of(logits[row], token_id, seq.params))
+            noted = seq.request.prompt_logprobs
+            if not noted:
+                noted.append(self._sampler.unpredicted(seq.token_ids[0]))
+            for row, position in zip(span, range(seq.num_committed + 1, seq.num_prompt_tokens), strict=False):
+                if position == len(noted):
+                    noted.append(self._sampler.logprobs_of(logits[row], seq.token_ids[position], seq.params))
 
     def _advance(self, chunks: list[ScheduledChunk]) -> None:
         self.counters.num_steps += 1
         for chunk in chunks:
             chunk.sequence.num_committed += chunk.num_tokens
+            self._prefix_cache.publish(chunk.sequence)
 
     def _postprocess(self, seq: Sequence, result: Sampled | Exception) -> list[Output]:
         """Turn a sampled token into events. Whatever goes wrong here ends this request alone."""
@@ -192,6 +207,8 @@ class Engine:
                 raise result
             return [Output(key, event) for event in self._events(seq, result)]
         except Exception as error:
+            if isinstance(error, NonFiniteLogits):
+                self._prefix_cache.distrust(seq.request)
             self.abort(key)
             log.error("request.faulted", request_id=seq.request.message.request_id, exc_info=error)
             return [Output(key, RequestFault(f"{type(error).__name__} while the answer was generated"))]
@@ -236,5 +253,5 @@ class Engine:
             index=seq.choice,
             text=prompt.text if isinstance(prompt, TextPrompt) else self._tokenizer.spell(token_ids),
             token_ids=token_ids,
-            logprobs=tuple(seq.prompt_logprobs) if seq.params.logprobs is not None else None,
+            logprobs=tuple(seq.request.prompt_logprobs) if seq.request.scores_prompt else None,
         )

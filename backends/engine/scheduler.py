@@ -7,6 +7,7 @@ from collections import deque
 from msgspec import Struct
 
 from .block_pool import BlockPool
+from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
 from .settings import EngineSettings
 
@@ -32,9 +33,13 @@ class Scheduler:
     always moves on, because admission refused what could not fit the cache alone.
     """
 
-    def __init__(self, settings: EngineSettings, pool: BlockPool) -> None:
+    def __init__(
+        self, settings: EngineSettings, pool: BlockPool, prefix_cache: PrefixCache | None = None
+    ) -> None:
+        """Without a prefix cache of the engine's nothing is shared."""
         self._settings = settings
         self._pool = pool
+        self._prefix_cache = prefix_cache or PrefixCache(pool)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In the order of their start."""
@@ -60,13 +65,11 @@ class Scheduler:
             if self._allocate(sequence, num_tokens, chunks):
                 chunks.append(ScheduledChunk(sequence, num_tokens))
                 budget = self._settings.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
-        while budget > 0 and self._can_start_next():
-            sequence = self.waiting.popleft()
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            num_tokens = self._chunk_size(sequence, budget)
-            sequence.block_table += self._pool.allocate(sequence.blocks_missing(num_tokens))
-            chunks.append(ScheduledChunk(sequence, num_tokens))
+        while budget > 0 and (starting := self._next_to_start()) is not None:
+            self._start(starting)
+            num_tokens = self._chunk_size(starting, budget)
+            starting.block_table += self._pool.allocate(starting.blocks_missing(num_tokens))
+            chunks.append(ScheduledChunk(starting, num_tokens))
             budget -= num_tokens
         return chunks
 
@@ -87,12 +90,20 @@ class Scheduler:
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_uncommitted, budget, self._settings.max_prefill_chunk or budget)
 
-    def _can_start_next(self) -> bool:
+    def _next_to_start(self) -> Sequence | None:
         """Start a sequence only if all it has so far fits, so that it is not preempted in its own prefill."""
-        if not self.waiting or len(self.running) >= self._settings.max_sequences:
-            return False
-        sequence = self.waiting[0]
-        return sequence.blocks_missing(sequence.num_uncommitted) <= self._pool.num_free
+        if len(self.running) >= self._settings.max_sequences:
+            return None
+        sequence = next((sequence for sequence in self.waiting if not sequence.is_held), None)
+        if sequence is None or self._prefix_cache.num_blocks_wanted(sequence) > self._pool.num_free:
+            return None
+        return sequence
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self._prefix_cache.attach(sequence)
 
     def _allocate(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:
         """Get the blocks for a running sequence, preempting later ones; False if it was preempted itself."""
@@ -114,6 +125,4 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_committed = 0
+        self._prefix_cache.release(sequence)

@@ -35,8 +35,11 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_committed = 0
         self.block_table: list[int] = []
+        self.block_keys: list[bytes] = []
+        """Of the first full blocks of `token_ids`, as far as they were needed (prefix_cache.py)."""
+        self.num_published = 0
+        """Blocks of `block_table` that were published, or left unpublished for now."""
         self.output_counts: Counter[int] = Counter()
-        self.prompt_logprobs: list[TokenLogprob] = []
 
     @property
     def params(self) -> SamplingParams:
@@ -66,11 +69,24 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
-        return (
-            self.request.message.echo
-            and self.params.logprobs is not None
-            and len(self.prompt_logprobs) < self.num_prompt_tokens
-        )
+        request = self.request
+        return request.scores_prompt and len(request.prompt_logprobs) < self.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it runs and has prompt tokens that are not in the cache yet."""
+        return self.status is SequenceStatus.RUNNING and self.num_committed < self.num_prompt_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it should wait for another choice of its request that is computing their prompt.
+
+        That one runs, so it gets on or stops running; nothing waits for what does not run.
+        """
+        request = self.request
+        if request.root_key is None or self.num_prompt_tokens <= BLOCK_TOKENS or len(request.sequences) == 1:
+            return False
+        return any(other.is_prefilling for other in request.sequences if other is not self)
 
     def blocks_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` more tokens can be committed."""
@@ -106,11 +122,25 @@ class Request:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.sequences: list[Sequence] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's first tokens, as far as they are computed: once, for all choices."""
+        self.root_key: bytes | None = None
+        """What its chains of blocks begin with; None: they are shared with nobody (prefix_cache.py)."""
+        self.has_run_prompt = False
+        """Whether some choice has taken the prompt to its end."""
+        self.num_queried_tokens = 0
+        """Prompt tokens that other requests may have left in the cache, and those that were found there."""
+        self.num_cached_tokens = 0
 
     @property
     def deadline_s(self) -> float:
         """When the request must end, on the engine's clock."""
         return math.inf if self.message.deadline_s is None else self.arrived_s + self.message.deadline_s
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the client wants log-probabilities of the prompt's tokens."""
+        return self.message.echo and self.message.params.logprobs is not None
 
     @property
     def is_finished(self) -> bool:
@@ -123,6 +153,7 @@ class Request:
         return Usage(
             num_prompt_tokens=len(self.prompt_token_ids),
             num_output_tokens=sum(seq.stream.num_emitted for seq in self.sequences),
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def timings(self, now_s: float) -> Timings:

@@ -11,7 +11,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     `max_model_len` bounds prompt and output of a sequence (None: what the model takes; the whole cache
     bounds it too); `max_batched_tokens` is a step's token budget; `max_prefill_chunk` bounds one
     sequence's share of it (None: the whole budget); `max_waiting` bounds requests that wait beyond
-    `max_sequences`; `watchdog_s` is how long one step may take before the engine counts as hung.
+    `max_sequences`; with `prefix_cache` requests share the blocks of a common beginning; `watchdog_s` is
+    how long one step may take before the engine counts as hung.
     """
 
     cache_bytes: int
@@ -20,6 +21,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     max_batched_tokens: int = 512
     max_prefill_chunk: int | None = None
     max_waiting: int = 1024
+    prefix_cache: bool = True
     watchdog_s: float = 120.0
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     max_batched_tokens: int = 512
     max_prefill_chunk: int | None = None
     max_waiting: int = 1024
+    prefix_cache: bool = True
     watchdog_s: float = 120.0
 
 
@@ -57,6 +58,7 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
         max_batched_tokens=options.max_batched_tokens,
         max_prefill_chunk=options.max_prefill_chunk,
         max_waiting=options.max_waiting,
+        prefix_cache=options.prefix_cache,
         watchdog_s=options.watchdog_s,
     )
 
