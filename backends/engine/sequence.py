@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from enum import Enum, auto
 
+from msgspec import Struct
+
 from surefoot.backends.types import GenerateRequest, SamplingParams, Timings, TokenLogprob, Usage
 from surefoot.kernels.layout import BLOCK_TOKENS
 
@@ -18,6 +20,13 @@ class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+class Pace(Struct, frozen=True):
+    """Since when a sequence's tokens are due one after the other, and how many it had then."""
+
+    since_s: float
+    num_tokens: int
 
 
 class Sequence:
@@ -37,11 +46,23 @@ class Sequence:
         self.block_table: list[int] = []
         self.output_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.num_preemptions = 0
+        # The scheduler's notes.
+        self.start_number = 0
+        self.paused_since_s: float | None = None
+        self.pace: Pace | None = None
+        self.charged_tokens = 0.0
+        self.committed_at_start = 0
 
     @property
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
         return self.request.message.params
+
+    @property
+    def priority(self) -> int:
+        """The request's: a higher one runs first."""
+        return self.request.message.priority
 
     @property
     def num_prompt_tokens(self) -> int:
