@@ -272,4 +272,16 @@ class BackendStats(Struct, frozen=True, kw_only=True):
     prefix_cache_hits_total: int = 0
     prefix_cache_evictions_total: int = 0
     steps_total: int = 0
+    step_tokens_total: int = 0
+    """Tokens that steps ran, prefill and recomputation included."""
+    step_sequences_total: int = 0
+    """Sequences of each step, summed over steps: by `steps_total` it is the mean batch size."""
+    step_budget_total: int = 0
+    """Tokens that the steps' budgets allowed: what `step_tokens_total` is a part of."""
+    step_predicted_s_total: float = 0.0
+    step_measured_s_total: float = 0.0
+    last_step_sequences: int = 0
+    last_step_tokens: int = 0
+    refusals_total: dict[str, int] = field(default_factory=dict)
+    """Requests that were not let in, by `Overloaded.reason`."""
     engine_restarts_total: int = 0

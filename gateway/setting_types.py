@@ -98,6 +98,14 @@ def seconds(least: float) -> Reader:
     return read
 
 
+def share(raw: object) -> float:
+    """A share of a whole, less than all of it."""
+    value = _number(raw, float)
+    if value is None or not 0 <= value < 1:
+        raise ValueError("a number from 0 to below 1")
+    return float(value)
+
+
 def byte_size(raw: object) -> ByteSize:
     """A positive number of bytes: `1048576`, `512MiB`, `1.5GiB`, `2GB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", str(int(raw) if isinstance(raw, ByteSize) else raw))

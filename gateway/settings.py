@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from msgspec import NODEFAULT, Struct, field
 from msgspec.structs import fields
 
-from .setting_types import ByteSize, Setting, auto_or, byte_size, one_of, path, seconds, text, whole
+from .setting_types import ByteSize, Setting, auto_or, byte_size, one_of, path, seconds, share, text, whole
 
 ENV_PREFIX = "SUREFOOT_"
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
@@ -76,6 +76,14 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
         Literal["on", "off"],
         Setting(one_of("on", "off"), "Keep what prompts begin with for a tenant's later requests"),
     ] = "on"
+    max_waiting_s: Annotated[
+        float,
+        Setting(seconds(1), "Seconds of work that may wait, of a request's priority and above"),
+    ] = 600.0
+    headroom: Annotated[
+        float,
+        Setting(share, "Share of sequences and cache that is kept free for higher priorities"),
+    ] = 0.1
     threads: Annotated[
         int | None,
         Setting(auto_or(whole(1)), "CPU threads of the engine (auto: the CPUs this process may use)"),

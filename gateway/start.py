@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import ModelError, ModelNotFound
+from surefoot.backends.engine.simulation import SimulationSettings, simulate_machine
+from surefoot.backends.engine.simulation_report import report_text as simulation_text
 from surefoot.backends.engine.start import EngineOptions, make_backend
+from surefoot.backends.engine.trace import TraceError
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.policies.baseline import BaselinePolicy
 
@@ -26,10 +30,12 @@ from .tenants import Tenants, load_tenants
 
 SHARED_WITH_ENGINE = (
     "cache_dir",
+    "headroom",
     "max_batched_tokens",
     "max_model_len",
     "max_sequences",
     "max_waiting",
+    "max_waiting_s",
     "threads",
     "watchdog_s",
 )
@@ -77,10 +83,24 @@ def run_loss(
     except ModelError as error:
         _tell(f"surefoot: the model could not be loaded: {error}")
         return EXIT_NO_MODEL
-    text = (
-        msgspec.json.format(msgspec.json.encode(report)).decode() + "\n" if as_json else report_text(report)
-    )
-    sys.stdout.write(text)
+    sys.stdout.write(_json(report) if as_json else report_text(report))
+    return 0
+
+
+def run_simulation(settings: ServeSettings, what: SimulationSettings, *, as_json: bool) -> int:
+    """Simulate the settings' server and print what it would promise; returns the process's exit status.
+
+    Raises `SettingsError` for what cannot be simulated.
+    """
+    configure_logs(settings.log_format, settings.log_level)
+    try:
+        report = simulate_machine(engine_options(settings), what, progress=_tell)
+    except (TraceError, ModelNotFound) as error:
+        raise SettingsError(str(error)) from error
+    except ModelError as error:
+        _tell(f"surefoot: the model could not be loaded: {error}")
+        return EXIT_NO_MODEL
+    sys.stdout.write(_json(report) if as_json else simulation_text(report))
     return 0
 
 
@@ -105,6 +125,10 @@ Serving {model_id} at {url}. Try it:
   curl {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 """
+
+
+def _json(report: Struct) -> str:
+    return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
 
 
 def _tell(text: str) -> None:

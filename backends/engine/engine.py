@@ -16,25 +16,25 @@ from surefoot.backends.types import (
     Event,
     Finished,
     FinishReason,
-    GenerateRequest,
     PromptEcho,
-    SamplingParams,
     TextPrompt,
-    TokenPrompt,
 )
 from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
 from .block_pool import BlockPool
 from .choice_stream import ChoiceStream
+from .cost_model import CostModel, StepSample, StepShape, fit
 from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
+from .promise_scheduler import PromiseScheduler
 from .runner import ModelRunner, build_step
 from .sampler import NonFiniteLogits, Sampled, Sampler
-from .scheduler import ScheduledChunk, Scheduler
+from .scheduler import MakeScheduler, ScheduledChunk, Scheduler
 from .sequence import Request, Sequence, SequenceStatus
 from .settings import EngineSettings
 from .step_input import StepInput
+from .warm_up import Shape, run_shapes, warm_up_requests
 
 log = structlog.get_logger()
 
@@ -50,6 +50,13 @@ class EngineCounters(Struct):
     """What only grows, across engines that replace one another."""
 
     num_steps: int = 0
+    num_rows: int = 0
+    """Tokens that steps ran, recomputed ones included."""
+    num_sequence_steps: int = 0
+    """Sequences of each step, summed over steps."""
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    """What steps took in all, by the cost model and by the clock."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
@@ -74,6 +81,7 @@ class Engine:
         cache_dtype: torch.dtype,
         counters: EngineCounters,
         clock: Callable[[], float],
+        make_scheduler: MakeScheduler = PromiseScheduler,
     ) -> None:
         self._tokenizer = loaded.tokenizer
         self._clock = clock
@@ -86,7 +94,12 @@ class Engine:
             (loaded.fingerprint, str(cache_dtype), repr(FULL)),
             between_requests=settings.prefix_cache,
         )
-        self.scheduler = Scheduler(settings, self.pool, self._prefix_cache)
+        self.costs = CostModel()
+        """What steps cost on this machine; fitted by `warm_up`."""
+        self._settings = settings
+        self._make_scheduler = make_scheduler
+        self.scheduler = self._new_scheduler()
+        self.last_step: StepSample | None = None
         self.max_model_len = min(
             settings.max_model_len or loaded.model.config.max_model_len,
             loaded.model.config.max_model_len,
@@ -106,16 +119,13 @@ class Engine:
         return list(self._requests)
 
     def warm_up(self) -> None:
-        """Run two steps of a throw-away request, so that the first real one meets no first-time cost."""
-        message = GenerateRequest(
-            request_id="warm-up", model="", prompt=TokenPrompt((0,)), params=SamplingParams(ignore_eos=True)
-        )
-        request = Request(message, (0,), key=-1, max_tokens=2, seed=0, arrived_s=self._clock())
+        """Run steps of several shapes: first-time costs are met, and what steps cost is known."""
         counted, self.counters = self.counters, EngineCounters()
-        self.add(request)
-        while self.has_work:
-            self.step()
+        self.costs.refit(fit(run_shapes(self._run_shape, self._clock)))
         self.counters = counted
+        # What it has learned about arrivals and lengths is about throw-away requests.
+        self.scheduler = self._new_scheduler()
+        self.last_step = None
 
     def add(self, request: Request) -> None:
         """Queue a request that `admission` has accepted."""
@@ -126,19 +136,25 @@ class Engine:
         for choice in range(params.n):
             detokenizer = self._tokenizer.detokenizer(continues=continues)
             stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
-            sequence = Sequence(request, choice, stream)
-            request.sequences.append(sequence)
-            self.scheduler.add(sequence)
+            request.sequences.append(Sequence(request, choice, stream))
+        if request.root_key is not None and len(request.prompt_token_ids) > BLOCK_TOKENS:
+            for sequence in request.sequences[1:]:
+                sequence.status = SequenceStatus.HELD
+        for sequence in request.sequences:
+            if sequence.status is SequenceStatus.WAITING:
+                self.scheduler.add(sequence)
 
     def abort(self, key: int) -> None:
         """Forget a request and free its blocks; one that has ended already is no error."""
         request = self._requests.pop(key, None)
         for sequence in request.sequences if request else ():
-            if sequence.status is not SequenceStatus.FINISHED:
+            if sequence.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING):
                 self.scheduler.finish(sequence)
+            sequence.status = SequenceStatus.FINISHED
 
     def step(self) -> list[Output]:
         """Schedule, run the model, sample, commit, and say what came of it."""
+        begun_s = self._clock()
         outputs = list(self._expire())
         chunks = self.scheduler.schedule()
         self.counters.num_preemptions += self.scheduler.take_preemptions()
@@ -146,6 +162,7 @@ class Engine:
         if not chunks:
             return outputs
         self._mark_started(chunks)
+        shape = _shape_of(chunks)
         step = build_step(chunks)
         logits = self._runner.run(step)
         self._note_prompt_logprobs(chunks, step, logits)
@@ -159,7 +176,36 @@ class Engine:
         self._advance(chunks)
         for (sequence, _), result in zip(sampling, sampled, strict=True):
             outputs += self._postprocess(sequence, result)
+        self._note_cost(shape, self._clock() - begun_s)
         return outputs
+
+    def _new_scheduler(self) -> Scheduler:
+        return self._make_scheduler(self._settings, self._prefix_cache, self.costs, self._clock)
+
+    def _run_shape(self, shape: Shape) -> list[StepSample]:
+        for request in warm_up_requests(
+            shape,
+            max_sequences=self._settings.max_sequences,
+            max_model_len=self.max_model_len,
+            num_cache_tokens=self.pool.num_blocks * BLOCK_TOKENS,
+            now_s=self._clock(),
+        ):
+            self.add(request)
+        samples: list[StepSample] = []
+        while self.has_work:
+            self.step()
+            if self.last_step is not None:
+                samples.append(self.last_step)
+        return samples
+
+    def _note_cost(self, shape: StepShape, seconds: float) -> None:
+        numbers = shape.num_rows, shape.num_sequences, shape.num_context_tokens
+        self.counters.num_rows += shape.num_rows
+        self.counters.num_sequence_steps += shape.num_sequences
+        self.counters.predicted_s += self.costs.predict(*numbers)
+        self.counters.measured_s += seconds
+        self.costs.observe(*numbers, seconds)
+        self.last_step = StepSample(shape, seconds)
 
     def _expire(self) -> Iterator[Output]:
         now = self._clock()
@@ -196,6 +242,15 @@ class Engine:
         for chunk in chunks:
             chunk.sequence.num_committed += chunk.num_tokens
             self._prefix_cache.publish(chunk.sequence)
+            if chunk.samples:
+                self._let_go(chunk.sequence.request)
+
+    def _let_go(self, request: Request) -> None:
+        """The prompt is in the cache: the choices that waited for it can share it."""
+        for sequence in request.sequences:
+            if sequence.status is SequenceStatus.HELD:
+                sequence.status = SequenceStatus.WAITING
+                self.scheduler.add(sequence)
 
     def _postprocess(self, seq: Sequence, result: Sampled | Exception) -> list[Output]:
         """Turn a sampled token into events. Whatever goes wrong here ends this request alone."""
@@ -227,7 +282,11 @@ class Engine:
                 self.scheduler.finish(seq)
         if request.is_finished:
             del self._requests[request.key]
-            yield Finished(usage=request.usage, timings=request.timings(self._clock()))
+            yield Finished(
+                usage=request.usage,
+                timings=request.timings(self._clock()),
+                num_preemptions=sum(sequence.num_preemptions for sequence in request.sequences),
+            )
 
     def _chunks(self, seq: Sequence, sampled: Sampled) -> Iterator[Chunk]:
         """The token's chunk, if its text may be sent yet, and the last one if the choice ends here."""
@@ -255,3 +314,10 @@ class Engine:
             token_ids=token_ids,
             logprobs=tuple(seq.request.prompt_logprobs) if seq.request.scores_prompt else None,
         )
+
+
+def _shape_of(chunks: list[ScheduledChunk]) -> StepShape:
+    shape = StepShape()
+    for chunk in chunks:
+        shape.add(chunk.num_tokens, chunk.sequence.num_committed)
+    return shape

@@ -40,7 +40,7 @@ class PrefixCache:
         self, pool: BlockPool, identity: tuple[str, ...] = (), *, between_requests: bool = False
     ) -> None:
         """`identity` names all that K and V depend on beside tokens: weights, dtype, format."""
-        self._pool = pool
+        self.pool = pool
         self._identity = identity
         self._between_requests = between_requests
         self._secret = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
@@ -53,15 +53,15 @@ class PrefixCache:
         elif request.message.params.n > 1:
             request.root_key = secrets.token_bytes(KEY_BYTES)
 
-    def num_blocks_wanted(self, sequence: Sequence) -> int:
-        """Free blocks that it takes to hold all tokens of a sequence that is to start."""
-        in_use = sum(self._pool.ref_count(block) > 0 for block in self._find(sequence))
-        return sequence.blocks_missing(sequence.num_uncommitted) - in_use
+    def num_blocks_wanted(self, sequence: Sequence, num_more: int = 0) -> int:
+        """Free blocks that it takes to hold all tokens, and so many more, of a sequence that is to start."""
+        in_use = sum(self.pool.ref_count(block) > 0 for block in self._find(sequence))
+        return sequence.blocks_missing(sequence.num_uncommitted + num_more) - in_use
 
     def attach(self, sequence: Sequence) -> None:
         """Give a sequence that starts, with nothing committed, the cached blocks that it begins with."""
         blocks = self._find(sequence)
-        self._pool.share(blocks)
+        self.pool.share(blocks)
         sequence.block_table = blocks
         sequence.num_published = len(blocks)
         sequence.num_committed = len(blocks) * BLOCK_TOKENS
@@ -92,15 +92,15 @@ class PrefixCache:
         # to where this sequence's own would be, since its children may be this sequence's.
         for index in reversed(range(len(sequence.block_table))):
             if index < num_full:
-                self._pool.touch(sequence.block_keys[index])
-            self._pool.free([sequence.block_table[index]])
+                self.pool.touch(sequence.block_keys[index])
+            self.pool.free([sequence.block_table[index]])
         sequence.block_table = []
         sequence.num_published = sequence.num_committed = 0
 
     def distrust(self, request: Request) -> None:
         """Its numbers went wrong, perhaps by a block that others share: let no block be found again."""
         request.root_key = None
-        self._pool.forget()
+        self.pool.forget()
 
     def _find(self, sequence: Sequence) -> list[int]:
         """The published blocks that a sequence begins with, short of what has to run."""
@@ -114,21 +114,21 @@ class PrefixCache:
         )
         blocks: list[int] = []
         for index in range(most // BLOCK_TOKENS):
-            block = self._pool.find(self._key(sequence, index))
+            block = self.pool.find(self._key(sequence, index))
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def _is_published(self, sequence: Sequence, index: int) -> bool:
-        return self._pool.find(self._key(sequence, index)) == sequence.block_table[index]
+        return self.pool.find(self._key(sequence, index)) == sequence.block_table[index]
 
     def _publish(self, sequence: Sequence, index: int) -> None:
         """Unless an equal block is published already."""
         key = self._key(sequence, index)
-        if self._pool.find(key) is None:
+        if self.pool.find(key) is None:
             parent = self._key(sequence, index - 1) if index else None
-            self._pool.publish(sequence.block_table[index], key, parent)
+            self.pool.publish(sequence.block_table[index], key, parent)
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """Of full block `index` of the sequence's tokens; each is hashed once in the sequence's life."""

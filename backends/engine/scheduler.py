@@ -1,12 +1,14 @@
-"""Which sequences run in the next step, and with how many tokens each."""
+"""Which sequences run in the next step, and with how many tokens each: the protocol, and what all share."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from msgspec import Struct
 
-from .block_pool import BlockPool
+from .cost_model import CostModel
+from .output_lengths import OutputLengths
 from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
 from .settings import EngineSettings
@@ -24,105 +26,83 @@ class ScheduledChunk(Struct, frozen=True):
         return self.num_tokens == self.sequence.num_uncommitted
 
 
-class Scheduler:
-    """First come, first served, within a token budget per step.
+class Scheduler(Protocol):
+    """Decides each step. One thread calls it, and commits what was scheduled before it asks again."""
 
-    Running sequences come first, those that decode before those that still prefill; what the budget leaves
-    goes to waiting ones. Blocks are taken as they are needed. When none is left the latest started sequence
-    is preempted: it gives up its blocks, waits at the front, and is computed again. The oldest one therefore
-    always moves on, because admission refused what could not fit the cache alone.
-    """
+    running: list[Sequence]
+    """In the order of their start."""
+    lengths: OutputLengths
+    """How long answers turned out."""
 
-    def __init__(
-        self, settings: EngineSettings, pool: BlockPool, prefix_cache: PrefixCache | None = None
-    ) -> None:
-        """Without a prefix cache of the engine's nothing is shared."""
-        self._settings = settings
-        self._pool = pool
-        self._prefix_cache = prefix_cache or PrefixCache(pool)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        """In the order of their start."""
-        self._num_preemptions = 0
+    @property
+    def waiting(self) -> Collection[Sequence]:
+        """Those that do not run."""
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(sequence)
+
+    def wait_s(self) -> float:
+        """For how long the next step had better be put off, unless something new comes in. 0 mostly."""
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The next step's chunks; their blocks are allocated."""
-        budget = self._settings.max_batched_tokens
-        chunks: list[ScheduledChunk] = []
-        for sequence in sorted(self.running, key=lambda seq: not seq.is_decoding):
-            if sequence.status is not SequenceStatus.RUNNING or budget == 0:
-                continue
-            num_tokens = self._chunk_size(sequence, budget)
-            if self._allocate(sequence, num_tokens, chunks):
-                chunks.append(ScheduledChunk(sequence, num_tokens))
-                budget = self._settings.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
-        while budget > 0 and (starting := self._next_to_start()) is not None:
-            self._start(starting)
-            num_tokens = self._chunk_size(starting, budget)
-            starting.block_table += self._pool.allocate(starting.blocks_missing(num_tokens))
-            chunks.append(ScheduledChunk(starting, num_tokens))
-            budget -= num_tokens
-        return chunks
+        """The next step's chunks; their blocks are allocated. None while `wait_s` is above 0."""
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
-        if sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-        elif sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
-        self._release(sequence)
-        sequence.status = SequenceStatus.FINISHED
+
+    def take_preemptions(self) -> int:
+        """How many sequences were preempted since this was asked last."""
+
+
+MakeScheduler = Callable[[EngineSettings, PrefixCache, CostModel, Callable[[], float]], Scheduler]
+"""Settings, blocks, costs, clock."""
+
+
+class BlockHolder:
+    """What every scheduler does alike: the running set, and who holds which blocks."""
+
+    def __init__(self, settings: EngineSettings, blocks: PrefixCache) -> None:
+        self._settings = settings
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self.running: list[Sequence] = []
+        self.lengths = OutputLengths()
+        self._num_preemptions = 0
+        self._num_starts = 0
 
     def take_preemptions(self) -> int:
         """How many sequences were preempted since this was asked last."""
         count, self._num_preemptions = self._num_preemptions, 0
         return count
 
-    def _chunk_size(self, sequence: Sequence, budget: int) -> int:
-        return min(sequence.num_uncommitted, budget, self._settings.max_prefill_chunk or budget)
-
-    def _next_to_start(self) -> Sequence | None:
-        """Start a sequence only if all it has so far fits, so that it is not preempted in its own prefill."""
-        if len(self.running) >= self._settings.max_sequences:
-            return None
-        sequence = next((sequence for sequence in self.waiting if not sequence.is_held), None)
-        if sequence is None or self._prefix_cache.num_blocks_wanted(sequence) > self._pool.num_free:
-            return None
-        return sequence
-
     def _start(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
+        """From waiting to running, with the cached blocks that it begins with and no others yet."""
+        self._blocks.attach(sequence)
         sequence.status = SequenceStatus.RUNNING
-        self._prefix_cache.attach(sequence)
-
-    def _allocate(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:
-        """Get the blocks for a running sequence, preempting later ones; False if it was preempted itself."""
-        missing = sequence.blocks_missing(num_tokens)
-        while missing > self._pool.num_free:
-            victim = self.running[-1]
-            self._preempt(victim)
-            chunks[:] = [chunk for chunk in chunks if chunk.sequence is not victim]
-            if victim is sequence:
-                return False
-        sequence.block_table += self._pool.allocate(missing)
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._release(sequence)
-        sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(sequence)
-        self._num_preemptions += 1
+        self._num_starts += 1
+        sequence.start_number = self._num_starts
+        self.running.append(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._prefix_cache.release(sequence)
+        """Give up all blocks: to compute the sequence again is to start it again."""
+        self._blocks.release(sequence)
+
+    def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """Take a running sequence out."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = status
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to waiting; the scheduler queues it."""
+        self._stop(sequence, SequenceStatus.WAITING)
+        sequence.num_preemptions += 1
+        self._num_preemptions += 1
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Allocate what `num_tokens` more tokens need; they are known to fit."""
+        sequence.block_table += self._pool.allocate(sequence.blocks_missing(num_tokens))

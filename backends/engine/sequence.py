@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from enum import Enum, auto
 
+from msgspec import Struct
+
 from surefoot.backends.types import GenerateRequest, SamplingParams, Timings, TokenLogprob, Usage
 from surefoot.kernels.layout import BLOCK_TOKENS
 
@@ -15,9 +17,18 @@ from .choice_stream import ChoiceStream
 class SequenceStatus(Enum):
     """Where a sequence is in its life."""
 
+    HELD = auto()
+    """Another choice of its request is computing their prompt."""
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+class Pace(Struct, frozen=True):
+    """Since when a sequence's tokens are due one after the other, and how many it had then."""
+
+    since_s: float
+    num_tokens: int
 
 
 class Sequence:
@@ -40,11 +51,23 @@ class Sequence:
         self.num_published = 0
         """Blocks of `block_table` that were published, or left unpublished for now."""
         self.output_counts: Counter[int] = Counter()
+        self.num_preemptions = 0
+        # The scheduler's notes.
+        self.start_number = 0
+        self.paused_since_s: float | None = None
+        self.pace: Pace | None = None
+        self.charged_tokens = 0.0
+        self.committed_at_start = 0
 
     @property
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
         return self.request.message.params
+
+    @property
+    def priority(self) -> int:
+        """The request's: a higher one runs first."""
+        return self.request.message.priority
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -71,22 +94,6 @@ class Sequence:
         """Whether log-probabilities of prompt tokens are still to be computed."""
         request = self.request
         return request.scores_prompt and len(request.prompt_logprobs) < self.num_prompt_tokens
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether it runs and has prompt tokens that are not in the cache yet."""
-        return self.status is SequenceStatus.RUNNING and self.num_committed < self.num_prompt_tokens
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it should wait for another choice of its request that is computing their prompt.
-
-        That one runs, so it gets on or stops running; nothing waits for what does not run.
-        """
-        request = self.request
-        if request.root_key is None or self.num_prompt_tokens <= BLOCK_TOKENS or len(request.sequences) == 1:
-            return False
-        return any(other.is_prefilling for other in request.sequences if other is not self)
 
     def blocks_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` more tokens can be committed."""
