@@ -73,7 +73,8 @@ def read_file(path: Path) -> TenantFile:
         return TenantFile(path, text, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         place = re.fullmatch(r"(.*) \(at line (\d+), (column \d+)\)", str(error))
-        message, line = (f"{place[1]} at {place[3]}", int(place[2])) if place else (str(error), None)
+        at_end = len(text.splitlines()) or None
+        message, line = (f"{place[1]} at {place[3]}", int(place[2])) if place else (str(error), at_end)
         raise TenantFileError(Problem(str(path), line, f"not TOML: {message}")) from None
     except OSError as error:
         raise TenantFileError(Problem(str(path), None, error.strerror or str(error))) from None

@@ -20,20 +20,23 @@ def line_of(text: str, path: Path) -> int | None:
     """
     lines = text.splitlines(keepends=True)
     name = next((part for part in reversed(path) if isinstance(part, str)), "")
-    for start, line in enumerate(lines):
-        if name in line and not has_path(_parse(lines[:start]), path) and _begins(lines, start, path):
-            return start + 1
+    end = 0
+    for number, line in enumerate(lines):
+        if number >= end and name in line:
+            begin, end = _statement(lines, number)
+            if has_path(_parse(lines[:end]), path) and not has_path(_parse(lines[:begin]), path):
+                return begin + 1
     return None
 
 
-def _begins(lines: Sequence[str], start: int, path: Path) -> bool:
-    """Whether a statement begins on a line (all before it is whole) and brings the value."""
-    if _parse(lines[:start]) is None:
-        return False
-    whole = (
-        parsed for end in range(start + 1, len(lines) + 1) if (parsed := _parse(lines[:end])) is not None
-    )
-    return has_path(next(whole, None), path)
+def _statement(lines: Sequence[str], number: int) -> tuple[int, int]:
+    """Where the statement of a line begins and ends: the text before is whole, and so is that with it."""
+    begin, end = number, number + 1
+    while _parse(lines[:begin]) is None:
+        begin -= 1
+    while end < len(lines) and _parse(lines[:end]) is None:
+        end += 1
+    return begin, end
 
 
 def _parse(lines: Sequence[str]) -> dict[str, Any] | None:
