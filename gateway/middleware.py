@@ -75,7 +75,7 @@ class RequestBoundary:
             record.status = 499 if record.client_gone else 500
         record.route = scope.get("path_template")
         self._metrics.observe_request(record)
-        if record.observation is not None and self._log.is_enabled_for(logging.DEBUG):
+        if record.started and record.observation is not None and self._log.is_enabled_for(logging.DEBUG):
             # For `surefoot policy replay`.
             observation = msgspec.to_builtins(record.observation)
             self._log.debug(

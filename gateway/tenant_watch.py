@@ -21,6 +21,9 @@ from .tenants import Tenants
 MOST_NAMED = 10
 """A log event names so many tenants; a change of the defaults may touch thousands."""
 
+LEAST_REST = 20
+"""The watch rests so many times as long as a look takes: of a folder of 10,000 files that is 0.07 s."""
+
 
 class ReloadStatus(Struct, frozen=True):
     """How the last look at the folder went. Times are Unix times."""
@@ -82,16 +85,19 @@ class TenantWatch:
             self.status = ReloadStatus(self.status.num_reloads, self._now())
 
     def _watch(self) -> None:
+        took_s = 0.0
         while True:
-            self._wake.wait(self._period_s or None)
+            self._wake.wait(max(self._period_s, took_s * LEAST_REST) if self._period_s else None)
             if self._ends:
                 return
             self._wake.clear()
+            begun = time.perf_counter()
             try:
                 self.look()
             except Exception as error:
                 # A fault of ours; the tenants stay as they are, and the next look may go better.
                 self._log.error("tenants.crashed", exc_info=error)
+            took_s = time.perf_counter() - begun
 
     def _tell(self, before: Collection[Problem], after: Collection[Problem]) -> None:
         for each in after:

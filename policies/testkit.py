@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from types import FrameType
 from typing import Any, NoReturn
@@ -58,7 +59,7 @@ def check_policy(make: Callable[[], Policy], observations: Sequence[Observation]
     for each, decision in reversed(list(zip(seen, decisions, strict=True))):
         for again in (policy.decide(each), twin.decide(each)):
             _require(again == decision, f"decided {decision} at first, then {again}", each)
-        num_calls = count_calls(policy, each)
+        num_calls = count_calls(partial(policy.decide, each))
         _require(num_calls <= MAX_CALLS, f"made {num_calls} calls, more than {MAX_CALLS}", each)
 
 
@@ -100,8 +101,8 @@ def sample_bounds() -> Iterator[PlanBounds]:
     yield PlanBounds(speculation=drafts[2], cache=caches[2], schedule=schedule, reproducible=True)
 
 
-def count_calls(policy: Policy, observation: Observation) -> int:
-    """Functions that one decision calls: the same on every machine, unlike its time."""
+def count_calls(work: Callable[[], object]) -> int:
+    """Functions that are called on the way: the same number on every machine, unlike a time."""
     num_calls = 0
 
     def count(_: FrameType, event: str, __: Any) -> None:
@@ -111,7 +112,7 @@ def count_calls(policy: Policy, observation: Observation) -> int:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        policy.decide(observation)
+        work()
     finally:
         sys.setprofile(before)
     return num_calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from surefoot.gateway.tenant_files import TenantFileError
 from surefoot.gateway.tenant_folder import FolderState, TenantFolder
 from surefoot.gateway.tenant_values import effective_values
-from surefoot.gateway.tenants import Tenants, hash_key
+from surefoot.gateway.tenants import Tenant, Tenants, hash_key
+from surefoot.gateway.tenants_bench import measure
 from surefoot.gateway.toml_lines import line_of
 from surefoot.policies.registry import BUILT_IN
+from surefoot.policies.testkit import count_calls
 
 HASHES = [hash_key(f"key {i}") for i in range(6)]
 
@@ -366,6 +369,24 @@ def test_expired_keys(folder: Folder) -> None:
     assert opened() == ["a", "a", "a", "Incorrect API key."]
     now += 1
     assert opened() == ["a", "This API key expired on 2027-01-31 00:00:00 UTC.", "a", "Incorrect API key."]
+
+
+def test_many_tenants_do_not_slow_authentication() -> None:
+    """Finding a key among thousands takes the same steps as finding it alone."""
+    tenants = [Tenant(id=f"t{i}", key_hashes=(hash_key(f"key {i}"),)) for i in range(5000)]
+    counts = {
+        count_calls(partial(Tenants(tenants[:number]).authenticate, f"Bearer key {number - 1}"))
+        for number in (1, 100, 5000)
+    }
+    assert len(counts) == 1
+
+
+def test_the_benchmark_has_every_bar() -> None:
+    """It measures loading, looking, authenticating and deciding, and that a look reads what changed only."""
+    measured = {what: figure for what, figure, _ in measure(3)}
+    assert measured["  files read by it"] == 1
+    assert {"load 3 files", "look, nothing changed", "decide a plan (adaptive)"} < measured.keys()
+    assert {f"authenticate, {count} tenants" for count in (1, 3, 100)} < measured.keys()
 
 
 def _opens(ask: Callable[[], str]) -> str:
