@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from surefoot.backends.catalog import ModelNotFound, packaged_models, prepared_models, supported_models
 from surefoot.bench.cli import build_bench_app
 
+from .policy_cli import build_policy_app
 from .settings import EffectiveSettings, SettingsError, default_text, describe, resolve, value_text
 
 EXIT_USAGE = 2
@@ -264,12 +265,13 @@ def build_cli(environ: Mapping[str, str]) -> App:
     key.command(_key_new, name="new", help=KEY_NEW)
     app.command(key)
     app.command(build_bench_app())
+    app.command(build_policy_app(environ))
     return app
 
 
 def _serve(effective: EffectiveSettings) -> int:
     from .start import run_gateway  # Torch takes seconds to import.
-    from .tenants import TenantFileError
+    from .tenant_files import TenantFileError
 
     try:
         return run_gateway(effective.settings)

@@ -117,6 +117,10 @@ class Metrics:
         """Everything in Prometheus's text format (`CONTENT_TYPE`)."""
         return generate_latest(self._registry)
 
+    def register(self, collector: Collector) -> None:
+        """Add metrics that somebody else keeps."""
+        self._registry.register(collector)
+
     def gap_meter(self, model: str) -> GapMeter:
         """Something that measures the time between pieces of output of one request."""
         return GapMeter(self._gaps.labels(model))

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from surefoot.backends.types import Chunk, Event, Finished, Started, Timings
+from surefoot.policies.base import Decision, Observation
 
 
 class RequestRecord(Struct, kw_only=True):
@@ -25,6 +26,10 @@ class RequestRecord(Struct, kw_only=True):
     model: str | None = None
     completion_id: str | None = None
     stream: bool | None = None
+    plan: str | None = None
+    plan_reason: str | None = None
+    observation: Observation | None = None
+    """What the plan was chosen by."""
     started: bool = False
     """Whether the backend took the request; one that it refused has no latency to speak of."""
     first_token_s: float | None = None
@@ -49,6 +54,11 @@ class RequestRecord(Struct, kw_only=True):
         if self.error is None:
             return self.finish_reasons
         return [*self.finish_reasons, "deadline" if self.error == "deadline_exceeded" else "error"]
+
+    def note_plan(self, observation: Observation, decision: Decision) -> None:
+        """Remember what was decided, why, and from what."""
+        self.observation = observation
+        self.plan, self.plan_reason = decision.plan.name, decision.reason
 
     def observe(self, event: Event) -> None:
         """Count what a backend's event says."""
@@ -85,6 +95,8 @@ class RequestRecord(Struct, kw_only=True):
                 "model": self.model,
                 "completion_id": self.completion_id,
                 "stream": self.stream,
+                "plan": self.plan,
+                "plan_reason": self.plan_reason,
                 "prompt_tokens": self.num_prompt_tokens,
                 "output_tokens": self.num_output_tokens,
                 "cached_tokens": self.num_cached_tokens,

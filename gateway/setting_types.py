@@ -62,6 +62,13 @@ def path(raw: object) -> Path:
     return Path(raw if isinstance(raw, Path) else text(raw)).expanduser()
 
 
+def key_hash(raw: object) -> str:
+    """The hash of a key."""
+    if not isinstance(raw, str) or not re.fullmatch("sha256:[0-9a-f]{64}", raw):
+        raise ValueError("a hash from `surefoot key new`: sha256: and 64 hexadecimal digits")
+    return raw
+
+
 def one_of(*words: str) -> Reader:
     """One of `words`."""
 

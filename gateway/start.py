@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,14 +19,18 @@ from surefoot.backends.engine.simulation_report import report_text as simulation
 from surefoot.backends.engine.start import EngineOptions, make_backend
 from surefoot.backends.engine.trace import TraceError
 from surefoot.backends.engine.weight_mode import WeightMode
-from surefoot.policies.baseline import BaselinePolicy
+from surefoot.policies.base import Policy
+from surefoot.policies.registry import PolicyError, load_policies, serving_policy
 
+from .admin import AdminKey
 from .app import create_app
 from .http_settings import HttpSettings
 from .logs import configure_logs
 from .server import serve
 from .settings import ServeSettings, SettingsError, check_exposure
-from .tenants import Tenants, load_tenants
+from .tenant_folder import TenantFolder
+from .tenant_watch import TenantWatch
+from .tenants import Tenants
 
 SHARED_WITH_ENGINE = (
     "cache_dir",
@@ -51,13 +55,21 @@ def run_gateway(settings: ServeSettings) -> int:
     Raises `SettingsError`, `TenantFileError` or `ModelNotFound` before anything is started.
     """
     configure_logs(settings.log_format, settings.log_level)
-    tenants = Tenants() if settings.tenants is None else load_tenants(settings.tenants)
+    policies = _policies()
+    tenants, watch = load_tenants(settings, policies.keys())
     check_exposure(settings.host, tenants.keys_required)
     # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
     sys.setswitchinterval(0.001)
     backend = make_backend(engine_options(settings), progress=_tell)
     http = HttpSettings(max_body_bytes=int(settings.max_body_bytes), keep_alive_s=settings.keep_alive_s)
-    app = create_app([backend], tenants, BaselinePolicy(), http)
+    app = create_app(
+        [backend],
+        tenants,
+        serving_policy(policies),
+        http,
+        admin_key=AdminKey(settings.admin_key_hash),
+        watch=watch,
+    )
     return serve(
         app,
         settings.host,
@@ -104,6 +116,15 @@ def run_simulation(settings: ServeSettings, what: SimulationSettings, *, as_json
     return 0
 
 
+def load_tenants(settings: ServeSettings, policies: Collection[str]) -> tuple[Tenants, TenantWatch | None]:
+    """The tenants of the settings' folder, and what keeps them up to date. Raises `TenantFileError`."""
+    if settings.tenants is None:
+        return Tenants(), None
+    folder = TenantFolder(settings.tenants, policies)
+    tenants = Tenants(folder.load().tenants, keys_required=True)
+    return tenants, TenantWatch(folder, tenants, settings.tenants_reload_s)
+
+
 def engine_options(settings: ServeSettings) -> EngineOptions:
     """What of the settings concerns the engine."""
     values = asdict(settings)
@@ -129,6 +150,13 @@ Serving {model_id} at {url}. Try it:
 
 def _json(report: Struct) -> str:
     return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
+
+
+def _policies() -> dict[str, Policy]:
+    try:
+        return load_policies()
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _tell(text: str) -> None:

@@ -184,7 +184,12 @@ def test_one_event_per_request() -> None:
         assert client.get("/health/ready").status_code == 200
         with capture_logs() as logs:
             client.post(CHAT, json=BODY | {"stream": True}, headers=headers)
-    (event,) = logs
+    planned, event = logs
+    assert (planned["event"], planned["log_level"], planned["plan"]) == (
+        "request.planned",
+        "debug",
+        "baseline",
+    )
     times = {name: event.pop(name) for name in ("queue_s", "ttft_s", "tpot_s", "total_s")}
     assert all(0 <= value < 5 for value in times.values())
     assert event.pop("completion_id").startswith("chatcmpl-")
@@ -198,6 +203,8 @@ def test_one_event_per_request() -> None:
         "status": 200,
         "model": "fake",
         "stream": True,
+        "plan": "baseline",
+        "plan_reason": "the policy is baseline, whatever is observed",
         "prompt_tokens": 3,
         "output_tokens": 4,
         "cached_tokens": 0,
