@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from surefoot.backends.types import Chunk, Event, Finished, Started, Timings
+from surefoot.backends.types import Chunk, Event, Finished, Started, Timings, Usage
 from surefoot.policies.base import Decision, Observation
 
 
@@ -60,17 +60,26 @@ class RequestRecord(Struct, kw_only=True):
         self.observation = observation
         self.plan, self.plan_reason = decision.plan.name, decision.reason
 
+    @property
+    def usage(self) -> Usage:
+        """Token counts over all prompts and choices."""
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
     def observe(self, event: Event) -> None:
         """Count what a backend's event says."""
-        if isinstance(event, Started):
-            self.started = True
-            self.num_prompt_tokens += event.num_prompt_tokens
-        elif isinstance(event, Chunk):
+        if isinstance(event, Chunk):
             self.num_output_tokens += len(event.token_ids)
             if event.token_ids and self.first_token_s is None:
                 self.first_token_s = self.elapsed_s
             if event.finish_reason is not None:
                 self.finish_reasons.append(event.finish_reason)
+        elif isinstance(event, Started):
+            self.started = True
+            self.num_prompt_tokens += event.num_prompt_tokens
         elif isinstance(event, Finished):
             self.num_cached_tokens += event.usage.num_cached_tokens
             self.timings.append(event.timings)

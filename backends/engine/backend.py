@@ -42,6 +42,7 @@ from .admission import admit, check_length
 from .door import Door
 from .engine import Engine, EngineCounters, Output
 from .machine_file import MachineCost, save_machine
+from .mailbox import Mailbox
 from .prepare import LoadedModel
 from .scheduler_load import UnitCost, load_of, view_of
 from .sequence import Request
@@ -115,7 +116,7 @@ class EngineBackend:
         self._stats = BackendStats()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._keys = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Event | BackendError]] = {}
+        self._streams: dict[int, Mailbox[Event | BackendError]] = {}
         self._door = Door(settings)
         self._view = SchedulerView()
         self._machine: MachineCost | None = None
@@ -175,7 +176,7 @@ class EngineBackend:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._rested.wait(), drain_s)
         for events in self._streams.values():
-            events.put_nowait(NotReady("the server is shutting down"))
+            events.put(NotReady("the server is shutting down"))
         self._inbox.put(_Stop())
         await asyncio.to_thread(self._thread.join)
         self._watchdog.close()
@@ -196,19 +197,19 @@ class EngineBackend:
             now_s=self._clock(),
         )
         self._door.check(request)
-        events: asyncio.Queue[Event | BackendError] = asyncio.Queue()
+        events: Mailbox[Event | BackendError] = Mailbox(self._loop)
         self._streams[admitted.key] = events
         self._door.enter(admitted.key, request, len(token_ids), admitted.max_tokens)
         self._inbox.put(_Add(admitted))
         try:
             yield Started(num_prompt_tokens=len(token_ids), system_fingerprint=self._fingerprint(request))
             while True:
-                event = await events.get()
-                if isinstance(event, BackendError):
-                    raise event
-                yield event
-                if isinstance(event, Finished):
-                    return
+                for event in await events.take():
+                    if isinstance(event, BackendError):
+                        raise event
+                    yield event
+                    if isinstance(event, Finished):
+                        return
         finally:
             del self._streams[admitted.key]
             self._door.leave(admitted.key)
@@ -364,13 +365,13 @@ class EngineBackend:
     def _dispatch(self, outputs: list[Output]) -> None:
         for output in outputs:
             if (events := self._streams.get(output.key)) is not None:
-                events.put_nowait(output.event)
+                events.put(output.event)
 
     def _fail(self, keys: list[int] | None) -> None:
         """Tell the clients of some requests, or of all."""
         for key in list(self._streams) if keys is None else keys:
             if (events := self._streams.get(key)) is not None:
-                events.put_nowait(EngineFailed("the engine failed while it served this request"))
+                events.put(EngineFailed("the engine failed while it served this request"))
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:
