@@ -308,7 +308,7 @@ def test_no_storm_leaks_or_mixes_blocks(
     chunk: int | None,
     prefix_cache: bool,
 ) -> None:
-    """Starts, ends, preemptions, aborts and faults at random: content stays right, and all is free at last."""
+    """Starts, ends, preemptions, aborts, faults at random: content stays right, and all is free at last."""
     world = World(
         num_blocks,
         prefix_cache=prefix_cache,
