@@ -1,0 +1,76 @@
+"""Decides, step by step, which drafts are verified and how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from msgspec import Struct
+
+from ..sequence import Sequence
+from .acceptance import Acceptance
+from .base import Draft
+from .lengths import Candidate, Choice, StepCost, choose_lengths
+from .settings import SpeculationSettings
+
+
+class StepBounds(Struct, frozen=True, kw_only=True):
+    """What a step's drafts must keep to.
+
+    `num_sampled` sequences get a token without any draft. `max_rows` is what is left of the step's token
+    budget, `max_step_s` how long the step may take by what running requests were promised.
+    """
+
+    num_sampled: int
+    max_rows: int
+    max_step_s: float | None = None
+
+
+class Controller:
+    """Chooses draft lengths by what they are expected to bring, and now and then tries one that is not.
+
+    `ceiling` bounds every draft at once and may be lowered and raised from outside at any time; 0 stops
+    speculation, and what was learnt stays, so that it goes on where it was.
+    """
+
+    def __init__(self, settings: SpeculationSettings) -> None:
+        self.settings = settings
+        self.ceiling = settings.max_draft
+        self.acceptance = Acceptance()
+        self._credit_s = 0.0
+
+    def max_tokens(self, sequence: Sequence) -> int:
+        """The longest draft that a sequence may have now: its last token needs none after it."""
+        left = sequence.request.max_tokens - sequence.num_output_tokens - 1
+        return max(0, min(sequence.request.message.plan.speculation.max_draft, self.ceiling, left))
+
+    def choose(self, drafts: Seq[tuple[Sequence, Draft]], bounds: StepBounds, cost: StepCost) -> Choice:
+        """Lengths for the drafts of a step, 0 for those that wait for better times."""
+        survivals = [self.acceptance.survival(sequence, draft) for sequence, draft in drafts]
+        min_gain = max((seq.request.message.plan.speculation.min_gain for seq, _ in drafts), default=0.0)
+        choice = choose_lengths(
+            [Candidate(survival) for survival in survivals],
+            bounds.num_sampled,
+            cost,
+            max_rows=bounds.max_rows,
+            min_gain=min_gain,
+            max_step_s=bounds.max_step_s,
+        )
+        return choice if any(choice.lengths) else self._probe(choice, survivals, bounds, cost)
+
+    def _probe(
+        self, choice: Choice, survivals: Seq[Seq[float]], bounds: StepBounds, cost: StepCost
+    ) -> Choice:
+        """One token of the likeliest draft, once the steps since the last probe have earned its price.
+
+        So a batch that speculation does not pay for spends at most `probe_share` of its time on knowing so.
+        """
+        self._credit_s += cost(0) * self.settings.probe_share
+        if not survivals or bounds.max_rows < 1:
+            return choice
+        price_s = cost(1) - cost(0)
+        if self._credit_s < price_s or (bounds.max_step_s is not None and cost(1) > bounds.max_step_s):
+            return choice
+        self._credit_s = 0.0
+        best = max(range(len(survivals)), key=lambda i: survivals[i][0])
+        lengths = tuple(int(i == best) for i in range(len(survivals)))
+        return Choice(lengths, choice.tokens_per_s, choice.tokens_per_s_without)
