@@ -15,20 +15,23 @@ from msgspec import Struct
 from ..sequence import Sequence
 from .base import STRENGTHS, Draft
 
-FIRST_GUESS = (0.25, 0.4, 0.55, 0.7, 0.85)
-"""By strength, until anything is known."""
+FIRST_GUESS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""By strength, until anything is known: hopeful, since hope costs a few rows and despair learns nothing."""
 
 GUESS_TRIALS = 4.0
 """How many trials the first guess counts for."""
 
-KIND_MEMORY = 400.0
+KIND_MEMORY = 200.0
 """Trials after which a kind's older ones count 1/e."""
 
 REQUEST_MEMORY = 40.0
 """The same for a request: its own text changes faster than its kind."""
 
-KIND_TRIALS = 6.0
+KIND_TRIALS = 10.0
 """How many trials of its own a request needs to count as much as its kind's estimate."""
+
+LEAST_SURVIVAL = 0.02
+"""A row that is accepted less often pays on no machine, and is not worth being looked at."""
 
 MAX_KINDS = 4096
 
@@ -54,7 +57,11 @@ class Acceptance:
         self._requests: dict[Sequence, dict[tuple[str, int], _Trials]] = {}
 
     def survival(self, sequence: Sequence, draft: Draft) -> list[float]:
-        """The probability of each token of the draft to be accepted together with all before it."""
+        """The probability of each token of the draft to be accepted together with all before it.
+
+        Ends before one that is less than `LEAST_SURVIVAL`, but is never empty: what is given up can still be
+        probed.
+        """
         together, survival = 1.0, []
         kind, own = self._kind(sequence), self._requests.get(sequence, {})
         estimates: list[float | None] = [None] * STRENGTHS
@@ -62,9 +69,11 @@ class Acceptance:
             estimate = estimates[strength]
             if estimate is None:
                 source = (draft.proposer, strength)
-                prior = kind.get(source, _Trials()).estimate(FIRST_GUESS[strength], GUESS_TRIALS)
+                prior = _prior(kind, source)
                 estimate = estimates[strength] = own.get(source, _Trials()).estimate(prior, KIND_TRIALS)
             together *= estimate
+            if survival and together < LEAST_SURVIVAL:
+                break
             survival.append(together)
         return survival
 
@@ -88,3 +97,14 @@ class Acceptance:
         if len(self._kinds) > MAX_KINDS:
             self._kinds.popitem(last=False)
         return kind
+
+
+def _prior(kind: dict[tuple[str, int], _Trials], source: tuple[str, int]) -> float:
+    """A kind's estimate. More evidence is not worse: what is not known of a grade is guessed from the one
+    below, or long drafts would stay untried because short ones are all that was tried.
+    """
+    proposer, strength = source
+    guess = FIRST_GUESS[strength]
+    if strength:
+        guess = max(guess, _prior(kind, (proposer, strength - 1)))
+    return kind.get(source, _Trials()).estimate(guess, GUESS_TRIALS)

@@ -26,7 +26,7 @@ class StepBounds(Struct, frozen=True, kw_only=True):
 
 
 class Controller:
-    """Chooses draft lengths by what they are expected to bring, and now and then tries one that is not.
+    """Chooses draft lengths by what they are expected to bring, and now and then tries more than that.
 
     `ceiling` bounds every draft at once and may be lowered and raised from outside at any time; 0 stops
     speculation, and what was learnt stays, so that it goes on where it was.
@@ -45,32 +45,22 @@ class Controller:
 
     def choose(self, drafts: Seq[tuple[Sequence, Draft]], bounds: StepBounds, cost: StepCost) -> Choice:
         """Lengths for the drafts of a step, 0 for those that wait for better times."""
-        survivals = [self.acceptance.survival(sequence, draft) for sequence, draft in drafts]
-        min_gain = max((seq.request.message.plan.speculation.min_gain for seq, _ in drafts), default=0.0)
+        candidates = [
+            Candidate(
+                self.acceptance.survival(sequence, draft),
+                min_gain=sequence.request.message.plan.speculation.min_gain,
+            )
+            for sequence, draft in drafts
+        ]
+        # A step earns the right to waste a share of its time, so that whoever was given up is tried again.
+        self._credit_s += cost(0) * self.settings.probe_share
         choice = choose_lengths(
-            [Candidate(survival) for survival in survivals],
+            candidates,
             bounds.num_sampled,
             cost,
             max_rows=bounds.max_rows,
-            min_gain=min_gain,
             max_step_s=bounds.max_step_s,
+            probe_budget_s=self._credit_s,
         )
-        return choice if any(choice.lengths) else self._probe(choice, survivals, bounds, cost)
-
-    def _probe(
-        self, choice: Choice, survivals: Seq[Seq[float]], bounds: StepBounds, cost: StepCost
-    ) -> Choice:
-        """One token of the likeliest draft, once the steps since the last probe have earned its price.
-
-        So a batch that speculation does not pay for spends at most `probe_share` of its time on knowing so.
-        """
-        self._credit_s += cost(0) * self.settings.probe_share
-        if not survivals or bounds.max_rows < 1:
-            return choice
-        price_s = cost(1) - cost(0)
-        if self._credit_s < price_s or (bounds.max_step_s is not None and cost(1) > bounds.max_step_s):
-            return choice
-        self._credit_s = 0.0
-        best = max(range(len(survivals)), key=lambda i: survivals[i][0])
-        lengths = tuple(int(i == best) for i in range(len(survivals)))
-        return Choice(lengths, choice.tokens_per_s, choice.tokens_per_s_without)
+        self._credit_s -= choice.probe_s
+        return choice

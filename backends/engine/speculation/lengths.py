@@ -20,20 +20,26 @@ StepCost = Callable[[int], float]
 class Candidate(Struct, frozen=True):
     """A sequence's draft, in numbers.
 
-    `survival[j]` is the probability that tokens 0 to j are all accepted. The draft is cut to the length that
-    the others' gains decide, but gets `needed` tokens first: what its own promise asks for.
+    `survival[j]` is the probability that tokens 0 to j are all accepted. A row counts as `1 + min_gain` times
+    less than that. The draft is cut to the length that the others' gains decide, but gets `needed` tokens
+    first: what its own promise asks for.
     """
 
     survival: Sequence[float]
     needed: int = 0
+    min_gain: float = 0.0
 
 
 class Choice(Struct, frozen=True):
-    """Draft lengths, one per candidate, and the tokens per second that they are expected to bring."""
+    """Draft lengths, one per candidate, and the tokens per second that they are expected to bring.
+
+    `probe_s` is how much time the last row of them is expected to waste; 0 where all rows pay.
+    """
 
     lengths: tuple[int, ...]
     tokens_per_s: float
     tokens_per_s_without: float
+    probe_s: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -47,31 +53,31 @@ def choose_lengths(
     cost: StepCost,
     *,
     max_rows: int,
-    min_gain: float = 0.0,
     max_step_s: float | None = None,
+    probe_budget_s: float = 0.0,
 ) -> Choice:
     """The best lengths for a step in which `num_sampled` sequences get a token anyway.
 
-    At most `max_rows` draft rows are chosen, and none unless they bring `min_gain` more tokens per second.
-    No step is made longer than `max_step_s` by them.
+    At most `max_rows` draft rows are chosen, and no step is made longer than `max_step_s` by them. One row
+    more than pays is added if no more than `probe_budget_s` seconds are expected to be lost by it.
     """
     rows = sorted(
-        (j >= candidate.needed, -probability, i, j)
+        (j >= candidate.needed, -probability / (1.0 + candidate.min_gain), i, j)
         for i, candidate in enumerate(candidates)
         for j, probability in enumerate(candidate.survival)
     )[:max_rows]
     expected = list(accumulate((-row[1] for row in rows), initial=float(num_sampled)))
     costs = [cost(count) for count in range(len(rows) + 1)]
     allowed = [
-        count
-        for count in range(len(rows) + 1)
-        if count == 0 or max_step_s is None or costs[count] <= max_step_s
+        count for count, cost_s in enumerate(costs) if not count or max_step_s is None or cost_s <= max_step_s
     ]
-    without = expected[0] / costs[0]
     best = max(allowed, key=lambda count: (expected[count] / costs[count], -count))
-    if expected[best] / costs[best] < without * (1.0 + min_gain):
-        best = 0
+    rate, probe_s = expected[best] / costs[best], 0.0
+    if best + 1 in allowed:
+        loss_s = max(0.0, costs[best + 1] - expected[best + 1] / rate)
+        if loss_s <= probe_budget_s:
+            best, probe_s = best + 1, loss_s
     lengths = [0] * len(candidates)
     for _, _, i, _ in rows[:best]:
         lengths[i] += 1
-    return Choice(tuple(lengths), expected[best] / costs[best], without)
+    return Choice(tuple(lengths), rate, expected[0] / costs[0], probe_s)
