@@ -104,7 +104,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     token and for each one after it, None for no promise; both, like `deadline_s` (None: no deadline), count
     from the moment the backend is asked. Requests of one `flow` share its `weight` with one another: between
     flows of one priority, service is proportional to weight. Prefix blocks are shared within one `salt` only.
-    `flow` and `salt` are opaque to a backend. `echo` asks for a `PromptEcho` event (with log-probabilities of
+    `kind` names traffic that resembles itself, so that what drafts were worth in it can be learnt. All of
+    `flow`, `kind` and `salt` are opaque to a backend. `prediction` is text that much of the output may repeat. `echo` asks for a `PromptEcho` event (with log-probabilities of
     the prompt's tokens if `params.logprobs` is set).
     """
 
@@ -119,7 +120,9 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     flow: str = ""
     weight: float = 1.0
+    kind: str = ""
     salt: str = ""
+    prediction: str | None = None
     echo: bool = False
 
 

@@ -117,11 +117,13 @@ class Request:
         max_tokens: int,
         seed: int,
         arrived_s: float,
+        prediction_token_ids: tuple[int, ...] = (),
     ) -> None:
         """`key` is unique in the engine, as a client's request id need not be; times are on its clock."""
         self.key = key
         self.message = message
         self.prompt_token_ids = prompt_token_ids
+        self.prediction_token_ids = prediction_token_ids
         self.max_tokens = max_tokens
         self.seed = seed
         self.arrived_s = arrived_s
