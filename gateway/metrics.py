@@ -94,6 +94,7 @@ class Metrics:
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(BackendCollector(backends))
+        registry.register(LoopCollector())
 
         def seconds(
             name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = MODEL
@@ -232,6 +233,18 @@ class BackendCollector(Collector):
         for backend in known:
             ready.add_metric([backend.models[0].id], backend.status.state is BackendState.READY)
         yield ready
+
+
+class LoopCollector(Collector):
+    """What the event loop has cost. A scrape is answered on the event loop, so this thread is its thread."""
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter."""
+        yield CounterMetricFamily(
+            "surefoot_event_loop_cpu_seconds",
+            "CPU time of the event loop's thread.",
+            value=time.thread_time(),
+        )
 
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)

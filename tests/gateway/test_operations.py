@@ -20,6 +20,7 @@ import httpx
 import pytest
 import structlog
 from litestar.testing import TestClient
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
@@ -28,7 +29,7 @@ from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import BackendState, BackendStatus, Chunk, FinishReason, PromptEcho
 from surefoot.gateway.app import create_app
 from surefoot.gateway.logs import configure_logs
-from surefoot.gateway.metrics import Metrics
+from surefoot.gateway.metrics import TOKEN_BUCKETS, Gaps, Metrics
 from surefoot.gateway.tenants import Tenant, Tenants, new_key
 from surefoot.policies.baseline import BaselinePolicy
 
@@ -109,6 +110,7 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     assert value("surefoot_backend_ready", **model) == 1
     assert value("surefoot_cache_blocks", **model) == 100
     assert value("surefoot_engine_restarts_total", **model) == 0
+    assert value("surefoot_event_loop_cpu_seconds_total") > 0
     assert not any("invented" in str(labels) for _, labels in seen)
 
 
@@ -125,6 +127,19 @@ def test_the_bare_end_of_a_choice_is_no_gap() -> None:
         gaps.observe(0, event)
     seen = samples(metrics.render().decode())
     assert seen["vllm:inter_token_latency_seconds_count", frozenset({("model_name", "fake")})] == 1
+
+
+def test_gaps_are_counted_as_prometheus_counts() -> None:
+    """The buckets and the sum are those of a histogram of prometheus_client, on bounds and between them."""
+    gaps, registry = Gaps(), CollectorRegistry()
+    theirs = Histogram("gap", "", buckets=TOKEN_BUCKETS, registry=registry)
+    for seconds in (0.0, 0.002, 0.0021, 0.4, 40.0, 41.0):
+        gaps.observe(seconds)
+        theirs.observe(seconds)
+    seen = samples(generate_latest(registry).decode())
+    assert gaps.sum_s == seen["gap_sum", frozenset()]
+    for bound, count in gaps.buckets():
+        assert seen["gap_bucket", frozenset({("le", bound)})] == count
 
 
 def test_deadlines_are_counted_as_such(http: TestClient, backend: FakeBackend) -> None:
