@@ -9,12 +9,12 @@ from .batching_window import BatchingWindow
 from .block_demand import BlockDemand
 from .cost_model import CostModel, context_tokens
 from .prefix_cache import PrefixCache
-from .promise import first_token_due_s
+from .promise import first_token_due_s, pace_limit_s
 from .scheduler import BlockHolder, ScheduledChunk
 from .seen import Seen
 from .sequence import Pace, Sequence, SequenceStatus
 from .settings import EngineSettings
-from .step_plan import StepPlan, pace_limit_s
+from .step_plan import StepPlan
 from .waiting import Level, WaitingQueue
 
 AGEING_S = 5.0

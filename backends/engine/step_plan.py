@@ -6,31 +6,11 @@ import math
 from collections.abc import Iterable
 
 from .cost_model import StepCost, StepShape, context_tokens
-from .promise import next_token_due_s
 from .scheduler import ScheduledChunk
 from .sequence import Sequence
 
-BASE_SHARE, GIVEN_SHARE = 0.7, 0.5
-"""Of its TPOT target, what a step may take of a sequence that is on time, and of what it is ahead.
-
-Steps of exactly the target come about where a sequence is 0.6 of a target ahead: that is the cushion.
-"""
-LEAST_SHARE, MOST_SHARE = 0.5, 3.0
-
 MIN_PREFILL_TOKENS = 16
 """Prefill that a step has room for whatever was promised, so that prefills are never starved by decodes."""
-
-
-def pace_limit_s(decoding: Iterable[Sequence], now_s: float) -> float:
-    """How long a step may take for the tightest TPOT target of those that decode; infinity without one."""
-    limit_s = math.inf
-    for sequence in decoding:
-        target_s = sequence.request.message.tpot_target_s
-        if target_s is not None:
-            ahead = (next_token_due_s(sequence) - now_s) / target_s - 1
-            share = min(max(BASE_SHARE + GIVEN_SHARE * ahead, LEAST_SHARE), MOST_SHARE)
-            limit_s = min(limit_s, share * target_s)
-    return limit_s
 
 
 class StepPlan:
