@@ -43,7 +43,7 @@ def test_a_chat_names_the_capital(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_repeated_prompt_is_cached(server: ServerProcess, client: OpenAI, stream: bool) -> None:
-    """Asked again, a prompt is in the cache up to its last tokens, the answer is the same, metrics count it."""
+    """Asked again, a prompt is cached up to its last tokens, the answer is the same, metrics count it."""
     prompt = f"A long story, of which {stream} is the first word: " + "the sea was calm that day, and " * 20
 
     def ask() -> tuple[str, int, int]:

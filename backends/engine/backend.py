@@ -48,6 +48,9 @@ T = TypeVar("T")
 EXIT_HUNG = 70
 """The exit status of a process whose engine hung, for its supervisor (sysexits' EX_SOFTWARE)."""
 
+QUIET_S = 0.2
+"""An engine that was idle for so long has time for itself."""
+
 
 class EngineParts(Struct, frozen=True):
     """What an engine is made of, loaded once and kept when the engine is replaced."""
@@ -254,11 +257,7 @@ class EngineBackend:
 
     def _take_messages(self) -> bool:
         """Handle what the event loop sent, and wait for it if the engine is idle; False to stop."""
-        while True:
-            try:
-                message = self._inbox.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
+        while (message := self._next_message()) is not None:
             match message:
                 case _Add(request):
                     self._engine.add(request)
@@ -267,8 +266,21 @@ class EngineBackend:
                 case _Stop():
                     return False
             if not self._engine.has_work:
-                self._engine.pool.check_integrity()
                 self._snapshot()
+        return True
+
+    def _next_message(self) -> _Message | None:
+        """None if there is none and the engine has work.
+
+        An idle engine checks its blocks, which takes milliseconds, when nobody has come for a moment.
+        """
+        try:
+            return self._inbox.get(timeout=0.0 if self._engine.has_work else QUIET_S)
+        except queue.Empty:
+            if self._engine.has_work:
+                return None
+        self._engine.pool.check_integrity()
+        return self._inbox.get()
 
     def _replace_engine(self, error: Exception) -> bool:
         """Tell the failed engine's clients, build and warm up another; False if that fails too."""
