@@ -127,13 +127,18 @@ class Engine:
             stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
             sequence = Sequence(request, choice, stream)
             request.sequences.append(sequence)
-            self.scheduler.add(sequence)
+            if choice > 0 and request.shares_prompt:
+                sequence.status = SequenceStatus.HELD
+            else:
+                self.scheduler.add(sequence)
 
     def abort(self, key: int) -> None:
         """Forget a request and free its blocks; one that has ended already is no error."""
         request = self._requests.pop(key, None)
         for sequence in request.sequences if request else ():
-            if sequence.status is not SequenceStatus.FINISHED:
+            if sequence.status is SequenceStatus.HELD:
+                sequence.status = SequenceStatus.FINISHED
+            elif sequence.status is not SequenceStatus.FINISHED:
                 self.scheduler.finish(sequence)
 
     def step(self) -> list[Output]:
@@ -193,8 +198,19 @@ class Engine:
     def _advance(self, chunks: list[ScheduledChunk]) -> None:
         self.counters.num_steps += 1
         for chunk in chunks:
-            chunk.sequence.num_committed += chunk.num_tokens
-            self._prefix_cache.publish(chunk.sequence)
+            seq = chunk.sequence
+            seq.num_committed += chunk.num_tokens
+            self._prefix_cache.publish(seq)
+            if seq.num_committed >= seq.num_prompt_tokens and not seq.request.has_run_prompt:
+                self._prompt_ran(seq.request)
+
+    def _prompt_ran(self, request: Request) -> None:
+        """The prompt is in the cache: the choices that were held can begin with it."""
+        request.has_run_prompt = True
+        for sequence in request.sequences:
+            if sequence.status is SequenceStatus.HELD:
+                sequence.status = SequenceStatus.WAITING
+                self.scheduler.add(sequence)
 
     def _postprocess(self, seq: Sequence, result: Sampled | Exception) -> list[Output]:
         """Turn a sampled token into events. Whatever goes wrong here ends this request alone."""

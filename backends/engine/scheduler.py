@@ -65,11 +65,12 @@ class Scheduler:
             if self._allocate(sequence, num_tokens, chunks):
                 chunks.append(ScheduledChunk(sequence, num_tokens))
                 budget = self._settings.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
-        while budget > 0 and (starting := self._next_to_start()) is not None:
-            self._start(starting)
-            num_tokens = self._chunk_size(starting, budget)
-            starting.block_table += self._pool.allocate(starting.blocks_missing(num_tokens))
-            chunks.append(ScheduledChunk(starting, num_tokens))
+        while budget > 0 and self._can_start_next():
+            sequence = self.waiting.popleft()
+            self._start(sequence)
+            num_tokens = self._chunk_size(sequence, budget)
+            sequence.block_table += self._pool.allocate(sequence.blocks_missing(num_tokens))
+            chunks.append(ScheduledChunk(sequence, num_tokens))
             budget -= num_tokens
         return chunks
 
@@ -90,19 +91,15 @@ class Scheduler:
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_uncommitted, budget, self._settings.max_prefill_chunk or budget)
 
-    def _next_to_start(self) -> Sequence | None:
+    def _can_start_next(self) -> bool:
         """Start a sequence only if all it has so far fits, so that it is not preempted in its own prefill."""
-        if len(self.running) >= self._settings.max_sequences:
-            return None
-        sequence = next((sequence for sequence in self.waiting if not sequence.is_held), None)
-        if sequence is None or self._prefix_cache.num_blocks_wanted(sequence) > self._pool.num_free:
-            return None
-        return sequence
+        if not self.waiting or len(self.running) >= self._settings.max_sequences:
+            return False
+        return self._prefix_cache.num_blocks_wanted(self.waiting[0]) <= self._pool.num_free
 
     def _start(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
         sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
         self._prefix_cache.attach(sequence)
 
     def _allocate(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:

@@ -15,6 +15,8 @@ from .choice_stream import ChoiceStream
 class SequenceStatus(Enum):
     """Where a sequence is in its life."""
 
+    HELD = auto()
+    """Not queued yet: another choice of the request runs their prompt first."""
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -72,22 +74,6 @@ class Sequence:
         request = self.request
         return request.scores_prompt and len(request.prompt_logprobs) < self.num_prompt_tokens
 
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether it runs and has prompt tokens that are not in the cache yet."""
-        return self.status is SequenceStatus.RUNNING and self.num_committed < self.num_prompt_tokens
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it should wait for another choice of its request that is computing their prompt.
-
-        That one runs, so it gets on or stops running; nothing waits for what does not run.
-        """
-        request = self.request
-        if request.root_key is None or self.num_prompt_tokens <= BLOCK_TOKENS or len(request.sequences) == 1:
-            return False
-        return any(other.is_prefilling for other in request.sequences if other is not self)
-
     def blocks_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` more tokens can be committed."""
         return math.ceil((self.num_committed + num_tokens) / BLOCK_TOKENS) - len(self.block_table)
@@ -136,6 +122,11 @@ class Request:
     def deadline_s(self) -> float:
         """When the request must end, on the engine's clock."""
         return math.inf if self.message.deadline_s is None else self.arrived_s + self.message.deadline_s
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether a choice can begin with what another one has computed: a full block at least."""
+        return self.root_key is not None and len(self.prompt_token_ids) > BLOCK_TOKENS
 
     @property
     def scores_prompt(self) -> bool:
