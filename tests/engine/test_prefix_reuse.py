@@ -270,7 +270,7 @@ def test_a_fault_leaves_nothing_to_be_found(tiny_parts: EngineParts) -> None:
 
 
 def test_held_choices_end_with_their_request(tiny_parts: EngineParts) -> None:
-    """A client that leaves, or a fault, while choice 0 runs the prompt leaves no choice and no block behind."""
+    """A client that leaves, or a fault, while choice 0 runs the prompt leaves no choice and no block."""
     server, params = Server(tiny_parts, max_prefill_chunk=16), replace(SEEDED, n=3)
     request = server.add(message(prompt_of(80, seed=8), params))
     server.engine.step()
