@@ -67,9 +67,7 @@ class Driver:
         shape = StepShape()
         for chunk in chunks:
             shape.add(chunk.num_tokens, chunk.sequence.num_committed)
-        self.clock.now_s += self.costs.predict(
-            shape.num_rows, shape.num_sequences, shape.num_context_tokens
-        )
+        self.clock.now_s += self.costs.predict(shape.num_rows, shape.num_sequences, shape.num_context_tokens)
         for chunk in chunks:
             self._commit(chunk)
         return chunks
