@@ -29,7 +29,7 @@ MAX_PREEMPTIONS = 3
 
 FIRST_TOKEN_SHARE = 0.5
 """Of the time until a first token is due, what one step of those below may take."""
-RECENT_SHARE = 0.25
+RECENT_SHARE = 0.35
 """Of a TTFT target that a newcomer will likely have, what a step of those below may make it wait."""
 
 

@@ -158,7 +158,7 @@ def test_headroom_is_kept_for_those_that_may_come() -> None:
 
 
 def test_steps_stay_short_for_those_that_may_come() -> None:
-    """After a TTFT target was seen, no step below it takes longer than a quarter of it."""
+    """After a TTFT target was seen, no step below it takes longer than `RECENT_SHARE` of it."""
     driver = driver_of()
     driver.add(99, 4, max_tokens=1, priority=200, ttft_target_s=0.4)
     driver.step()

@@ -1,4 +1,4 @@
-"""The real scheduler in virtual time: determinism, the bars of mixed load, and `surefoot simulate`'s input."""
+"""The real scheduler in virtual time: determinism, the bars of mixed load, and what a trace may be."""
 
 from __future__ import annotations
 
