@@ -77,6 +77,7 @@ class Sequence:
         self.num_preemptions = 0
         # The scheduler's notes.
         self.start_number = 0
+        self.last_turn = 0
         self.paused_since_s: float | None = None
         self.pace: Pace | None = None
         self.charged_tokens = 0.0
