@@ -103,10 +103,11 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     A higher `priority` runs first. `ttft_target_s` and `tpot_target_s` are what was promised for the first
     token and for each one after it, None for no promise; both, like `deadline_s` (None: no deadline), count
     from the moment the backend is asked. Requests of one `flow` share its `weight` with one another: between
-    flows of one priority, service is proportional to weight. Prefix blocks are shared within one `salt` only.
-    `kind` names traffic that resembles itself, so that what drafts were worth in it can be learnt. All of
-    `flow`, `kind` and `salt` are opaque to a backend. `prediction` is text that much of the output may repeat. `echo` asks for a `PromptEcho` event (with log-probabilities of
-    the prompt's tokens if `params.logprobs` is set).
+    flows of one priority, service is proportional to weight. `kind` names traffic that resembles itself, so
+    that what drafts were worth in it can be learnt. Prefix blocks are shared within one `salt` only. All of
+    `flow`, `kind` and `salt` are opaque to a backend. `prediction` is text that much of the output may
+    repeat. `echo` asks for a `PromptEcho` event (with log-probabilities of the prompt's tokens if
+    `params.logprobs` is set).
     """
 
     request_id: str
@@ -186,6 +187,21 @@ class Usage(Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
 
 
+class SpeculationUsage(Struct, frozen=True, kw_only=True):
+    """Of one request: drafts that were verified, their tokens, and how many of those were accepted.
+
+    `predicted` are those that came from the request's prediction. `accepted_at[j]` counts drafts whose token
+    j was accepted.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_accepted_predicted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+
 class Timings(Struct, frozen=True, kw_only=True):
     """Where a request's time went: until its first step, its first token, and per token after that."""
 
@@ -201,6 +217,7 @@ class Finished(Struct, frozen=True, tag=True):
     usage: Usage
     timings: Timings
     num_preemptions: int = 0
+    speculation: SpeculationUsage | None = None
 
 
 Event = Started | PromptEcho | Chunk | Finished

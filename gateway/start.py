@@ -14,7 +14,8 @@ from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import ModelError, ModelNotFound
-from surefoot.backends.engine.simulation import SimulationSettings, simulate_machine
+from surefoot.backends.engine.simulation import SimulationSettings as SimulationSettings  # for the command
+from surefoot.backends.engine.simulation import simulate_machine
 from surefoot.backends.engine.simulation_report import report_text as simulation_text
 from surefoot.backends.engine.start import EngineOptions, make_backend
 from surefoot.backends.engine.trace import TraceError

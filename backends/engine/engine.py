@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import structlog
 import torch
@@ -23,16 +24,17 @@ from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
 from .block_pool import BlockPool
-from .choice_stream import ChoiceStream
+from .choice_stream import ChoiceStream, joined
 from .cost_model import CostModel, StepSample, StepShape, fit
 from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
 from .promise_scheduler import PromiseScheduler
-from .runner import ModelRunner, build_step
-from .sampler import NonFiniteLogits, Sampled, Sampler
-from .scheduler import MakeScheduler, ScheduledChunk, Scheduler
+from .runner import ModelRunner, build_step, kept_rows
+from .sampler import NonFiniteLogits, Sampled, SampledRow, Sampler
+from .scheduler import MakeScheduler, ScheduledChunk, Scheduler, shape_of
 from .sequence import Request, Sequence, SequenceStatus
 from .settings import EngineSettings
+from .speculation.speculator import Speculator
 from .step_input import StepInput
 from .warm_up import Shape, run_shapes, warm_up_requests
 
@@ -82,11 +84,14 @@ class Engine:
         counters: EngineCounters,
         clock: Callable[[], float],
         make_scheduler: MakeScheduler = PromiseScheduler,
+        speculator: Speculator | None = None,
     ) -> None:
+        """What a `speculator` has learnt is worth keeping when an engine is replaced."""
         self._tokenizer = loaded.tokenizer
         self._clock = clock
         self._runner = ModelRunner(loaded.model, ops, settings, cache_dtype)
         self._sampler = Sampler(ops, loaded.tokenizer)
+        self.speculator = speculator or Speculator(settings.speculation)
         self.pool = BlockPool(self._runner.num_blocks)
         self.counters = counters
         self._prefix_cache = PrefixCache(
@@ -136,12 +141,11 @@ class Engine:
         for choice in range(params.n):
             detokenizer = self._tokenizer.detokenizer(continues=continues)
             stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
-            request.sequences.append(Sequence(request, choice, stream))
-        if request.root_key is not None and len(request.prompt_token_ids) > BLOCK_TOKENS:
-            for sequence in request.sequences[1:]:
+            sequence = Sequence(request, choice, stream)
+            request.sequences.append(sequence)
+            if choice > 0 and request.shares_prompt:
                 sequence.status = SequenceStatus.HELD
-        for sequence in request.sequences:
-            if sequence.status is SequenceStatus.WAITING:
+            else:
                 self.scheduler.add(sequence)
 
     def abort(self, key: int) -> None:
@@ -149,8 +153,12 @@ class Engine:
         request = self._requests.pop(key, None)
         for sequence in request.sequences if request else ():
             if sequence.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING):
-                self.scheduler.finish(sequence)
+                self._end(sequence)
             sequence.status = SequenceStatus.FINISHED
+
+    def _end(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self.speculator.finish(sequence)
 
     def step(self) -> list[Output]:
         """Schedule, run the model, sample, commit, and say what came of it."""
@@ -162,22 +170,50 @@ class Engine:
         if not chunks:
             return outputs
         self._mark_started(chunks)
-        shape = _shape_of(chunks)
+        chunks = self._add_drafts(chunks)
+        shape = shape_of(chunks)
         step = build_step(chunks)
         logits = self._runner.run(step)
         self._note_prompt_logprobs(chunks, step, logits)
-        sampling = [
-            (chunk.sequence, span[-1])
-            for chunk, span in zip(chunks, step.logit_spans, strict=True)
-            if chunk.samples
-        ]
-        sampled = self._sampler.sample(logits[[row for _, row in sampling]], [seq for seq, _ in sampling])
-        self._runner.commit(step)
+        verified = self._verify(chunks, step, logits)
+        self._runner.commit(step, kept_rows(chunks, verified))
         self._advance(chunks)
-        for (sequence, _), result in zip(sampling, sampled, strict=True):
-            outputs += self._postprocess(sequence, result)
+        for chunk, results in zip(chunks, verified, strict=True):
+            outputs += self._postprocess(chunk, results)
         self._note_cost(shape, self._clock() - begun_s)
+        if any(chunk.draft for chunk in chunks):
+            self.speculator.counters.realise(sum(map(len, verified)), self._clock() - begun_s)
         return outputs
+
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Let those that decode verify drafts, as far as that is expected to pay and there are blocks."""
+        drafts = self.speculator.draft(chunks, self._settings.max_batched_tokens, self.costs, self._clock())
+        added = []
+        for chunk in chunks:
+            draft = drafts.get(chunk.sequence)
+            length = 0 if draft is None else self.scheduler.reserve(chunk.sequence, len(draft))
+            added.append(
+                ScheduledChunk(chunk.sequence, chunk.num_tokens, draft.cut(length))
+                if draft is not None and length
+                else chunk
+            )
+        return added
+
+    def _verify(
+        self, chunks: list[ScheduledChunk], step: StepInput, logits: Tensor
+    ) -> list[list[Sampled | Exception]]:
+        """For each chunk the tokens that it gets: those of its draft that are what sampling gives at their
+        place, and the one that sampling gives after them. None for a chunk that does not sample.
+        """
+        rows: list[SampledRow] = []
+        places: list[int] = []
+        for chunk, span in zip(chunks, step.logit_spans, strict=True):
+            places += span[len(span) - chunk.num_sampled :]
+            rows += [SampledRow(chunk.sequence, chunk.draft_token_ids[:j]) for j in range(chunk.num_sampled)]
+        if len(places) < len(logits):
+            logits = logits[places]
+        sampled = iter(self._sampler.sample(logits, rows))
+        return [self.speculator.verify(chunk, list(islice(sampled, chunk.num_sampled))) for chunk in chunks]
 
     def _new_scheduler(self) -> Scheduler:
         return self._make_scheduler(self._settings, self._prefix_cache, self.costs, self._clock)
@@ -240,33 +276,42 @@ class Engine:
     def _advance(self, chunks: list[ScheduledChunk]) -> None:
         self.counters.num_steps += 1
         for chunk in chunks:
-            chunk.sequence.num_committed += chunk.num_tokens
-            self._prefix_cache.publish(chunk.sequence)
-            if chunk.samples:
-                self._let_go(chunk.sequence.request)
+            seq = chunk.sequence
+            seq.num_committed += chunk.num_tokens
+            self._prefix_cache.publish(seq)
+            if seq.num_committed >= seq.num_prompt_tokens and not seq.request.has_run_prompt:
+                self._prompt_ran(seq.request)
 
-    def _let_go(self, request: Request) -> None:
-        """The prompt is in the cache: the choices that waited for it can share it."""
+    def _prompt_ran(self, request: Request) -> None:
+        """The prompt is in the cache: the choices that were held can begin with it."""
+        request.has_run_prompt = True
         for sequence in request.sequences:
             if sequence.status is SequenceStatus.HELD:
                 sequence.status = SequenceStatus.WAITING
                 self.scheduler.add(sequence)
 
-    def _postprocess(self, seq: Sequence, result: Sampled | Exception) -> list[Output]:
-        """Turn a sampled token into events. Whatever goes wrong here ends this request alone."""
-        key = seq.request.key
-        if seq.status is SequenceStatus.FINISHED:  # another choice of the request failed in this step
-            return []
+    def _postprocess(self, chunk: ScheduledChunk, results: list[Sampled | Exception]) -> list[Output]:
+        """Turn a chunk's tokens into events. Whatever goes wrong here ends this request alone."""
+        seq, key = chunk.sequence, chunk.sequence.request.key
+        events: list[Event] = []
         try:
-            if isinstance(result, Exception):
-                raise result
-            return [Output(key, event) for event in self._events(seq, result)]
+            for number, result in enumerate(results):
+                if seq.status is SequenceStatus.FINISHED:  # or another choice of the request failed
+                    break
+                if isinstance(result, Exception):
+                    raise result
+                # The token before this one was drafted: its K and V are committed.
+                seq.num_committed += number > 0
+                events += self._events(seq, result)
         except Exception as error:
             if isinstance(error, NonFiniteLogits):
                 self._prefix_cache.distrust(seq.request)
             self.abort(key)
             log.error("request.faulted", request_id=seq.request.message.request_id, exc_info=error)
             return [Output(key, RequestFault(f"{type(error).__name__} while the answer was generated"))]
+        if len(results) > 1:
+            self._prefix_cache.publish(seq)
+        return [Output(key, event) for event in joined(events)]
 
     def _events(self, seq: Sequence, sampled: Sampled) -> Iterator[Event]:
         request = seq.request
@@ -279,13 +324,14 @@ class Engine:
             self.counters.num_output_tokens += len(chunk.token_ids)
             yield chunk
             if chunk.finish_reason is not None:
-                self.scheduler.finish(seq)
+                self._end(seq)
         if request.is_finished:
             del self._requests[request.key]
             yield Finished(
                 usage=request.usage,
                 timings=request.timings(self._clock()),
                 num_preemptions=sum(sequence.num_preemptions for sequence in request.sequences),
+                speculation=request.speculation,
             )
 
     def _chunks(self, seq: Sequence, sampled: Sampled) -> Iterator[Chunk]:
@@ -314,10 +360,3 @@ class Engine:
             token_ids=token_ids,
             logprobs=tuple(seq.request.prompt_logprobs) if seq.request.scores_prompt else None,
         )
-
-
-def _shape_of(chunks: list[ScheduledChunk]) -> StepShape:
-    shape = StepShape()
-    for chunk in chunks:
-        shape.add(chunk.num_tokens, chunk.sequence.num_committed)
-    return shape

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from msgspec import Struct
 
-from .cost_model import CostModel
+from surefoot.kernels.layout import BLOCK_TOKENS
+
+from .cost_model import CostModel, StepShape
 from .output_lengths import OutputLengths
 from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
 from .settings import EngineSettings
+from .speculation.base import Draft
 
 
 class ScheduledChunk(Struct, frozen=True):
-    """A sequence's share of a step: the first `num_tokens` of its uncommitted tokens."""
+    """A sequence's share of a step: the first `num_tokens` of its uncommitted tokens.
+
+    What follows them in the step is a draft of what may come next; only a chunk that samples has one.
+    """
 
     sequence: Sequence
     num_tokens: int
+    draft: Draft | None = None
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        """The draft's tokens, if there is one."""
+        return () if self.draft is None else self.draft.token_ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, the draft's included."""
+        return self.num_tokens + len(self.draft_token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows that a token is sampled for."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
     def samples(self) -> bool:
@@ -51,6 +73,11 @@ class Scheduler(Protocol):
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks; their blocks are allocated. None while `wait_s` is above 0."""
 
+    def reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks for up to `num_tokens` more tokens after those scheduled, from free ones alone; returns for
+        how many there are.
+        """
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
 
@@ -73,6 +100,15 @@ class BlockHolder:
         self.lengths = OutputLengths()
         self._num_preemptions = 0
         self._num_starts = 0
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks for drafts; nobody loses any for them."""
+        num_scheduled = sequence.num_uncommitted
+        room = (len(sequence.block_table) + self._pool.num_free) * BLOCK_TOKENS
+        num_tokens = min(num_tokens, room - sequence.num_committed - num_scheduled)
+        if (missing := sequence.blocks_missing(num_scheduled + num_tokens)) > 0:
+            sequence.block_table += self._pool.allocate(missing)
+        return num_tokens
 
     def take_preemptions(self) -> int:
         """How many sequences were preempted since this was asked last."""
@@ -105,4 +141,14 @@ class BlockHolder:
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate what `num_tokens` more tokens need; they are known to fit."""
-        sequence.block_table += self._pool.allocate(sequence.blocks_missing(num_tokens))
+        # Blocks that were reserved for a draft may be there already.
+        sequence.block_table += self._pool.allocate(max(0, sequence.blocks_missing(num_tokens)))
+
+
+def shape_of(chunks: Iterable[ScheduledChunk]) -> StepShape:
+    """What of a step its cost depends on. A draft's rows are sampled from, as a sequence's last row is."""
+    shape = StepShape()
+    for chunk in chunks:
+        shape.add(chunk.num_rows, chunk.sequence.num_committed)
+        shape.num_sequences += len(chunk.draft_token_ids)
+    return shape

@@ -5,20 +5,30 @@ from __future__ import annotations
 import math
 from collections import Counter
 from enum import Enum, auto
+from typing import Protocol
 
 from msgspec import Struct
+from torch import Tensor
 
-from surefoot.backends.types import GenerateRequest, SamplingParams, Timings, TokenLogprob, Usage
+from surefoot.backends.types import (
+    GenerateRequest,
+    SamplingParams,
+    SpeculationUsage,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .choice_stream import ChoiceStream
+from .speculation.draft_counts import DraftCounts
 
 
 class SequenceStatus(Enum):
     """Where a sequence is in its life."""
 
     HELD = auto()
-    """Another choice of its request is computing their prompt."""
+    """Not queued yet: another choice of the request runs their prompt first."""
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -29,6 +39,18 @@ class Pace(Struct, frozen=True):
 
     since_s: float
     num_tokens: int
+
+
+class TokenMask(Protocol):
+    """Which tokens may come next: structured output, of any kind."""
+
+    def allowed(self, drafted: tuple[int, ...]) -> Tensor:
+        """bool `[vocab_size]`, for the position after the sequence's tokens and then `drafted` ones. Nothing
+        is remembered of drafts: they may be rejected.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """The sequence got a token."""
 
 
 class Sequence:
@@ -51,9 +73,11 @@ class Sequence:
         self.num_published = 0
         """Blocks of `block_table` that were published, or left unpublished for now."""
         self.output_counts: Counter[int] = Counter()
+        self.mask: TokenMask | None = None
         self.num_preemptions = 0
         # The scheduler's notes.
         self.start_number = 0
+        self.last_turn = 0
         self.paused_since_s: float | None = None
         self.pace: Pace | None = None
         self.charged_tokens = 0.0
@@ -103,6 +127,8 @@ class Sequence:
         """Add a sampled token."""
         self.token_ids.append(token_id)
         self.output_counts[token_id] += 1
+        if self.mask is not None:
+            self.mask.advance(token_id)
 
 
 class Request:
@@ -131,6 +157,8 @@ class Request:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.sequences: list[Sequence] = []
+        self.drafts: dict[str, DraftCounts] = {}
+        """How drafts fared, by proposer."""
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the prompt's first tokens, as far as they are computed: once, for all choices."""
         self.root_key: bytes | None = None
@@ -145,6 +173,11 @@ class Request:
     def deadline_s(self) -> float:
         """When the request must end, on the engine's clock."""
         return math.inf if self.message.deadline_s is None else self.arrived_s + self.message.deadline_s
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether a choice can begin with what another one has computed: a full block at least."""
+        return self.root_key is not None and len(self.prompt_token_ids) > BLOCK_TOKENS
 
     @property
     def scores_prompt(self) -> bool:
@@ -163,6 +196,24 @@ class Request:
             num_prompt_tokens=len(self.prompt_token_ids),
             num_output_tokens=sum(seq.stream.num_emitted for seq in self.sequences),
             num_cached_tokens=self.num_cached_tokens,
+        )
+
+    @property
+    def speculation(self) -> SpeculationUsage | None:
+        """How drafts fared; None if there were none."""
+        if not self.drafts:
+            return None
+        total = DraftCounts()
+        for counts in self.drafts.values():
+            total.add(counts)
+        predicted = self.drafts.get("prediction", DraftCounts())
+        return SpeculationUsage(
+            num_drafts=total.num_drafts,
+            num_draft_tokens=total.num_draft_tokens,
+            num_accepted_tokens=total.num_accepted_tokens,
+            accepted_at=tuple(total.accepted_at),
+            num_predicted_tokens=predicted.num_draft_tokens,
+            num_accepted_predicted_tokens=predicted.num_accepted_tokens,
         )
 
     def timings(self, now_s: float) -> Timings:

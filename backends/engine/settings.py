@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from .speculation.settings import SpeculationSettings
+
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
     """Limits of one engine. Checked when built; a bad value raises `ValueError` with the value and the limit.
@@ -26,6 +28,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     max_waiting_s: float = 600.0
     headroom: float = 0.1
+    speculation: SpeculationSettings = SpeculationSettings()
     watchdog_s: float = 120.0
 
     def __post_init__(self) -> None:

@@ -73,6 +73,7 @@ async def test_live_while_loading() -> None:
 def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     """Requests are counted under vLLM's names, with its label, and ours."""
     http.post(CHAT, json=BODY)
+    backend.script = Script(num_cached_tokens=2)
     http.post(CHAT, json=BODY | {"n": 2, "max_tokens": 3, "stream": True})
     backend.script = Script(error=EngineFailed("Down."), error_at=1)
     http.post(CHAT, json=BODY)
@@ -93,6 +94,8 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert value(gauge, **model) == 0
     assert value("vllm:num_preemptions_total", **model) == 0
+    assert value("vllm:prefix_cache_queries_total", **model) == 9
+    assert value("vllm:prefix_cache_hits_total", **model) == 2
     for histogram in (
         "vllm:time_to_first_token_seconds",
         "vllm:request_time_per_output_token_seconds",
@@ -109,6 +112,8 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     assert value("surefoot_requests_total", tenant="", route="unknown", method="unknown", status="404") == 1
     assert value("surefoot_backend_ready", **model) == 1
     assert value("surefoot_cache_blocks", **model) == 100
+    assert value("surefoot_cache_blocks_cached", **model) == 0
+    assert value("surefoot_prefix_cache_evictions_total", **model) == 0
     assert value("surefoot_engine_restarts_total", **model) == 0
     assert value("surefoot_event_loop_cpu_seconds_total") > 0
     assert not any("invented" in str(labels) for _, labels in seen)

@@ -56,13 +56,19 @@ class Acceptance:
         self._kinds: OrderedDict[tuple[str, str], dict[tuple[str, int], _Trials]] = OrderedDict()
         self._requests: dict[Sequence, dict[tuple[str, int], _Trials]] = {}
 
+    @property
+    def num_requests(self) -> int:
+        """Sequences that something of their own is known of."""
+        return len(self._requests)
+
     def survival(self, sequence: Sequence, draft: Draft) -> list[float]:
         """The probability of each token of the draft to be accepted together with all before it.
 
         Ends before one that is less than `LEAST_SURVIVAL`, but is never empty: what is given up can still be
         probed.
         """
-        together, survival = 1.0, []
+        together = 1.0
+        survival: list[float] = []
         kind, own = self._kind(sequence), self._requests.get(sequence, {})
         estimates: list[float | None] = [None] * STRENGTHS
         for strength in draft.strengths:

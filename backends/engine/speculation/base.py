@@ -46,7 +46,7 @@ class Proposer(Protocol):
 
 
 def strength_of_match(length: int) -> int:
-    """The grade of a token that follows a repetition of so many tokens: 2, 4, 8, 16 or more are a grade up."""
+    """The grade of a token that follows a repetition of so many tokens."""
     if length < len(_STRENGTH_OF_MATCH):
         return _STRENGTH_OF_MATCH[length]
     return 3 if length <= 16 else 4

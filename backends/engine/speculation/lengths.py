@@ -1,7 +1,7 @@
 """How long each draft of a step should be: the lengths that bring the most tokens per second.
 
-A step's cost depends on how many rows it has, not on whose they are, so for each total the best rows are those
-most likely to be accepted. Within a draft the probabilities fall, so the likeliest rows of all drafts
+A step's cost depends on how many rows it has, not on whose they are, so for each total the best rows are
+those most likely to be accepted. Within a draft the probabilities fall, so the likeliest rows of all drafts
 are always beginnings of drafts, and one sorted list answers for every total; the best total is then the
 global maximum over the list, not the first one at which the next row does not pay (costs have steps).
 """
@@ -33,10 +33,12 @@ class Candidate(Struct, frozen=True):
 class Choice(Struct, frozen=True):
     """Draft lengths, one per candidate, and the tokens per second that they are expected to bring.
 
-    `probe_s` is how much time the last row of them is expected to waste; 0 where all rows pay.
+    `num_tokens` is how many the step is expected to give. `probe_s` is how much time the last row of the
+    drafts is expected to waste; 0 where all rows pay.
     """
 
     lengths: tuple[int, ...]
+    num_tokens: float
     tokens_per_s: float
     tokens_per_s_without: float
     probe_s: float = 0.0
@@ -80,4 +82,4 @@ def choose_lengths(
     lengths = [0] * len(candidates)
     for _, _, i, _ in rows[:best]:
         lengths[i] += 1
-    return Choice(tuple(lengths), rate, expected[0] / costs[0], probe_s)
+    return Choice(tuple(lengths), expected[best], rate, expected[0] / costs[0], probe_s)

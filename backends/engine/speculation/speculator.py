@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from msgspec import Struct, field
-
+from ..cost_model import CostModel
+from ..promise import pace_limit_s
+from ..sampler import Sampled
+from ..scheduler import ScheduledChunk, shape_of
 from ..sequence import Sequence
 from .base import Draft, Proposer
 from .controller import Controller, StepBounds
+from .counters import SpeculationCounters
 from .lengths import StepCost
 from .ngram import NgramProposer
 from .prediction import PredictionProposer
 from .settings import SpeculationSettings
 from .suffix import SuffixProposer
-
-
-class ProposerCounters(Struct):
-    """What only grows, of one proposer. `accepted_at[j]` counts drafts whose token j was accepted."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-
-    def count(self, draft: Draft, num_accepted: int) -> None:
-        """Add a verified draft."""
-        self.num_drafts += 1
-        self.num_draft_tokens += len(draft)
-        self.num_accepted_tokens += num_accepted
-        while len(self.accepted_at) < len(draft):
-            self.accepted_at.append(0)
-        for j in range(num_accepted):
-            self.accepted_at[j] += 1
+from .synthetic import SyntheticAcceptance
 
 
 class Speculator:
@@ -44,29 +31,66 @@ class Speculator:
         self.suffix = SuffixProposer()
         proposers: list[Proposer] = [NgramProposer(), PredictionProposer(), self.suffix]
         self._proposers: Mapping[str, Proposer] = {proposer.name: proposer for proposer in proposers}
-        self.counters: dict[str, ProposerCounters] = {}
+        self._synthetic = (
+            None
+            if settings.synthetic_acceptance is None
+            else SyntheticAcceptance(settings.synthetic_acceptance)
+        )
+        self.counters = SpeculationCounters()
 
-    @property
-    def proposers(self) -> list[str]:
-        """Names that a plan may use."""
-        return list(self._proposers)
+    def draft(
+        self, chunks: Seq[ScheduledChunk], max_rows: int, costs: CostModel, now_s: float
+    ) -> dict[Sequence, Draft]:
+        """Drafts, of at least one token each, for those of a step's chunks that they pay for.
 
-    def draft(self, sequences: Seq[Sequence], bounds: StepBounds, cost: StepCost) -> dict[Sequence, Draft]:
-        """Drafts, of at least one token each, for those of a step's decoding sequences that they pay for."""
-        drafts = [(seq, draft) for seq in sequences if (draft := self._propose(seq)) is not None]
+        The step has at most `max_rows` rows, its drafts included.
+        """
+        begun_s = time.perf_counter()
+        decoding = [chunk.sequence for chunk in chunks if chunk.sequence.is_decoding]
+        drafts = [(seq, draft) for seq in decoding if (draft := self._propose(seq)) is not None]
         if not drafts:
             return {}
+        shape = shape_of(chunks)
+        context = sum(seq.num_committed for seq, _ in drafts) / len(drafts)
+
+        def cost(count: int) -> float:
+            return costs.predict(
+                shape.num_rows + count,
+                shape.num_sequences + count,
+                shape.num_context_tokens + round(count * context),
+            )
+
+        bounds = StepBounds(
+            num_sampled=sum(chunk.samples for chunk in chunks),
+            max_rows=max_rows - shape.num_rows,
+            max_step_s=_limit_s(decoding, now_s, cost),
+        )
         choice = self.controller.choose(drafts, bounds, cost)
+        self.counters.expect(choice, bounds.num_sampled, cost(0), time.perf_counter() - begun_s)
         return {
             seq: draft.cut(length)
             for (seq, draft), length in zip(drafts, choice.lengths, strict=True)
             if length
         }
 
-    def observe(self, sequence: Sequence, draft: Draft, num_accepted: int) -> None:
-        """Learn from a draft that was verified."""
-        self.controller.acceptance.observe(sequence, draft, num_accepted)
-        self.counters.setdefault(draft.proposer, ProposerCounters()).count(draft, num_accepted)
+    def verify(self, chunk: ScheduledChunk, sampled: list[Sampled | Exception]) -> list[Sampled | Exception]:
+        """The tokens that a chunk gets, and learning from it.
+
+        `sampled[j]` is what sampling gives after the first j tokens of the draft: the draft is right as long
+        as that is its next token. The first that is not ends the result, as does a fault.
+        """
+        if chunk.draft is None:
+            return sampled
+        if self._synthetic is not None:
+            sampled = self._synthetic.judge(chunk, sampled)
+        num_accepted = 0
+        for token_id, result in zip(chunk.draft.token_ids, sampled, strict=False):
+            if isinstance(result, Exception) or result.token_id != token_id:
+                break
+            num_accepted += 1
+        self.controller.acceptance.observe(chunk.sequence, chunk.draft, num_accepted)
+        self.counters.count(chunk.sequence, chunk.draft, num_accepted)
+        return sampled[: num_accepted + 1]
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is over."""
@@ -78,8 +102,16 @@ class Speculator:
         max_tokens = self.controller.max_tokens(sequence)
         if max_tokens == 0:
             return None
+        if self._synthetic is not None:
+            return self._synthetic.propose(sequence, max_tokens)
         for name in sequence.request.message.plan.speculation.proposers:
             proposer = self._proposers.get(name)
             if proposer is not None and (draft := proposer.propose(sequence, max_tokens)) is not None:
                 return draft
         return None
+
+
+def _limit_s(decoding: Seq[Sequence], now_s: float, cost: StepCost) -> float | None:
+    """How long the step may get for what was promised; None where that is broken already, or nothing was."""
+    limit_s = pace_limit_s(decoding, now_s)
+    return None if limit_s == math.inf or limit_s < cost(0) else limit_s

@@ -102,7 +102,9 @@ class SuffixProposer:
         index = self._indices.get(sequence.request.message.flow)
         if index is None:
             return None
-        context, token_ids, strengths = sequence.token_ids[-ORDERS[0] :], [], []
+        context = sequence.token_ids[-ORDERS[0] :]
+        token_ids: list[int] = []
+        strengths: list[int] = []
         while len(token_ids) < max_tokens and (found := index.likeliest(context)):
             token_id, share = found
             token_ids.append(token_id)

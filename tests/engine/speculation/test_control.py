@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,9 @@ def draft_of(length: int, match: int = 4) -> Draft:
     return Draft("ngram", (0,) * length, tuple(strength_of_match(match + j) for j in range(length)))
 
 
-def tokens_per_s(survivals: list[list[float]], lengths: tuple[int, ...], base: int, cost: list[float]) -> float:
+def tokens_per_s(
+    survivals: list[list[float]], lengths: tuple[int, ...], base: int, cost: list[float]
+) -> float:
     """What lengths are expected to bring."""
     expected = base + sum(sum(each[:length]) for each, length in zip(survivals, lengths, strict=True))
     return expected / cost[sum(lengths)]
@@ -117,7 +119,7 @@ def test_flows_and_kinds_learn_apart() -> None:
 def step_cost(num_rows: int) -> float:
     """Seconds of a step on a machine where 8 rows cost less than twice what 1 does."""
     points = ((1, 9.7), (8, 16.3), (32, 42.5), (64, 78.0), (576, 700.0))
-    for (low, below), (high, above) in zip(points, points[1:], strict=False):
+    for (low, below), (high, above) in pairwise(points):
         if num_rows <= high:
             return (below + (above - below) * (num_rows - low) / (high - low)) / 1000
     raise AssertionError("a step has at most 576 rows")

@@ -20,7 +20,7 @@ tokens = st.lists(st.integers(0, 3), max_size=60)
 
 @given(text=tokens, context=tokens)
 def test_a_match_is_a_repetition(text: list[int], context: list[int]) -> None:
-    """Wherever an index points, the tokens before it are those that the context ends with, to the stated length."""
+    """Wherever an index points, the tokens before it are the context's last ones, to the stated length."""
     index = TokenIndex()
     index.extend(text)
     match = index.match(context)
@@ -125,7 +125,9 @@ def test_a_lost_place_is_no_draft() -> None:
 def test_a_repeated_line_goes_forward() -> None:
     """Of two equal places in a prediction the one ahead is taken."""
     predicted = (1, 2, 3, 4, 20, 21, 1, 2, 3, 4, 30, 31)
-    draft = PredictionProposer().propose(sequence([0], [1, 2, 3, 4, 20, 99, 2, 3, 4], prediction=predicted), 1)
+    draft = PredictionProposer().propose(
+        sequence([0], [1, 2, 3, 4, 20, 99, 2, 3, 4], prediction=predicted), 1
+    )
     assert draft is not None
     assert draft.token_ids == (30,)
 
@@ -166,7 +168,7 @@ def test_suffix_prefers_what_is_frequent_and_recent() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=30), st.integers(0, 20))
 def test_suffix_counts_what_it_holds(outputs: list[list[int]], bound: int) -> None:
-    """After any additions the index equals one that was only given the outputs it still holds, and is in bounds."""
+    """After any additions the index is in bounds and knows the runs of what it still holds, and no others."""
     index = SuffixIndex(bound)
     for output in outputs:
         index.add(tuple(output))
