@@ -10,8 +10,9 @@
     │   └── Unsupported         a documented field, or a value of one, that is not implemented here
     ├── BodyTooLarge            the body exceeds the limit
     ├── HeadTooLarge            the first line and the headers exceed the limit
-    ├── InvalidKey              no key, or one that no tenant has
+    ├── InvalidKey              no key, one that has expired, or one that no tenant has
     ├── TooManyRequests         the tenant's own limit of concurrent requests is reached
+    ├── UnknownTenant           an operator asked for a tenant that is not there
     └── ClientGone              nobody is left to answer
 
 Beside these stand the backends' errors (`backends/errors.py`) and Litestar's for paths and methods. Anything
@@ -77,11 +78,15 @@ class HeadTooLarge(GatewayError):
 
 
 class InvalidKey(GatewayError):
-    """No key was sent, or one that no tenant has."""
+    """No key was sent, one that has expired, or one that no tenant has."""
 
 
 class TooManyRequests(GatewayError):
     """The tenant has as many requests running as it may."""
+
+
+class UnknownTenant(GatewayError):
+    """There is no tenant of that id. Only operators ask."""
 
 
 class ClientGone(GatewayError):
@@ -142,6 +147,7 @@ RULES: Mapping[type[BaseException], Rule] = {
     InvalidValue: Rule(400, INVALID, "invalid_value"),
     Unsupported: Rule(400, INVALID, "unsupported_parameter"),
     InvalidKey: Rule(401, INVALID, "invalid_api_key", {"www-authenticate": "Bearer"}),
+    UnknownTenant: Rule(404, INVALID, "unknown_tenant"),
     BodyTooLarge: Rule(413, INVALID, "request_too_large"),
     HeadTooLarge: Rule(431, INVALID, "headers_too_large"),
     TooManyRequests: Rule(429, "rate_limit_error", "rate_limit_exceeded", SOON),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import structlog
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -49,7 +51,7 @@ class RequestBoundary:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+                message["headers"] = [*message["headers"], *_own_headers(record)]
             await send(message)
 
         try:
@@ -73,8 +75,19 @@ class RequestBoundary:
             record.status = 499 if record.client_gone else 500
         record.route = scope.get("path_template")
         self._metrics.observe_request(record)
+        if record.started and record.observation is not None and self._log.is_enabled_for(logging.DEBUG):
+            # For `surefoot policy replay`.
+            observation = msgspec.to_builtins(record.observation)
+            self._log.debug(
+                "request.planned", request_id=record.request_id, plan=record.plan, observation=observation
+            )
         level = "debug" if record.path.startswith(QUIET_PATHS) and record.error is None else "info"
         getattr(self._log, level)("request.finished", **record.log_fields())
+
+
+def _own_headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
+    plan = [] if record.plan is None else [(b"x-surefoot-plan", record.plan.encode())]
+    return [(b"x-request-id", record.request_id.encode()), *plan]
 
 
 def _request_id(scope: Any) -> str:

@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct
 
 from surefoot.backends.errors import DeadlineExceeded
 from surefoot.backends.types import GenerateRequest, ServingPlan
-from surefoot.policies.base import Observation, Policy
+from surefoot.policies.base import Policy
 
 from .answers import Answer, ChatAnswer, Label, TextAnswer
 from .connection import read_body
@@ -23,6 +23,7 @@ from .generation import Generation
 from .http_settings import HttpSettings
 from .metrics import Metrics
 from .middleware import record_of
+from .observer import Observer
 from .record import RequestRecord
 from .router import Router
 from .schemas import ChatRequest, CompletionRequest
@@ -48,11 +49,18 @@ class Service:
     """Holds what every request needs; has no state of its own."""
 
     def __init__(
-        self, router: Router, tenants: Tenants, policy: Policy, metrics: Metrics, settings: HttpSettings
+        self,
+        router: Router,
+        tenants: Tenants,
+        policy: Policy,
+        observer: Observer,
+        metrics: Metrics,
+        settings: HttpSettings,
     ) -> None:
         self._router = router
         self._tenants = tenants
         self._policy = policy
+        self._observer = observer
         self._metrics = metrics
         self._settings = settings
 
@@ -63,9 +71,11 @@ class Service:
         asked = decode(body, endpoint.shape)
         asked.check()
         backend = self._router.backend(asked.model, tenant)
-        plan = self._policy.decide(Observation(tenant_id=tenant.id, model=asked.model))
+        seen = self._observer.observe(tenant, asked.model, asked.prompts(), backend)
+        decision = self._policy.decide(seen)
+        record.note_plan(seen, decision)
         label = _label(asked, endpoint)
-        requests = _requests(asked, tenant, plan, label.id, _deadline_s(request, record))
+        requests = _requests(asked, tenant, decision.plan, label.id, _deadline_s(request, record))
         record.model, record.completion_id, record.stream = asked.model, label.id, asked.streams
         return Delivery(
             generation=Generation(backend, requests),

@@ -16,7 +16,19 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from msgspec import NODEFAULT, Struct, field
 from msgspec.structs import fields
 
-from .setting_types import ByteSize, Setting, auto_or, byte_size, one_of, path, seconds, text, whole
+from .setting_types import (
+    ByteSize,
+    Setting,
+    auto_or,
+    byte_size,
+    key_hash,
+    one_of,
+    path,
+    seconds,
+    share,
+    text,
+    whole,
+)
 
 ENV_PREFIX = "SUREFOOT_"
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
@@ -38,6 +50,13 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     tenants: Annotated[
         Path | None,
         Setting(auto_or(path), "Folder of tenant files (auto: none, one local tenant without keys)"),
+    ] = None
+    tenants_reload_s: Annotated[
+        float, Setting(seconds(0), "Seconds between looks at the tenant files; 0 looks at SIGHUP only")
+    ] = 1.0
+    admin_key_hash: Annotated[
+        str | None,
+        Setting(auto_or(key_hash), "Hash of the operators' key, from `surefoot key new` (auto: none)"),
     ] = None
     host: Annotated[
         str, Setting(text, "Address to listen on; one that others can reach only with tenants that have keys")
@@ -72,6 +91,18 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     max_waiting: Annotated[
         int, Setting(whole(0), "Requests that may wait for their turn; more are told to come back later")
     ] = 1024
+    prefix_cache: Annotated[
+        Literal["on", "off"],
+        Setting(one_of("on", "off"), "Keep what prompts begin with for a tenant's later requests"),
+    ] = "on"
+    max_waiting_s: Annotated[
+        float,
+        Setting(seconds(1), "Seconds of work that may wait, of a request's priority and above"),
+    ] = 600.0
+    headroom: Annotated[
+        float,
+        Setting(share, "Share of sequences and cache that is kept free for higher priorities"),
+    ] = 0.1
     threads: Annotated[
         int | None,
         Setting(auto_or(whole(1)), "CPU threads of the engine (auto: the CPUs this process may use)"),

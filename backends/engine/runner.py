@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from .step_input import StepInput
 def build_step(chunks: list[ScheduledChunk]) -> StepInput:
     """Lay the chunks' tokens one after the other.
 
-    A chunk that samples needs its last row's logits; one whose prompt is scored needs those of all rows.
+    A chunk that samples needs its last row's logits and those of its draft's rows; one whose prompt is scored
+    needs those of all rows.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -29,14 +32,13 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
     cu_rows = [0]
     for chunk in chunks:
         seq, start = chunk.sequence, chunk.sequence.num_committed
-        span = range(start, start + chunk.num_tokens)
-        token_ids += seq.token_ids[span.start : span.stop]
+        span = range(start, start + chunk.num_rows)
+        token_ids += seq.token_ids[start : start + chunk.num_tokens]
+        token_ids += chunk.draft_token_ids
         positions += span
         blocks += (seq.block_table[position // BLOCK_TOKENS] for position in span)
         cu_rows.append(len(token_ids))
-        first = (
-            cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - 1 if chunk.samples else cu_rows[-1]
-        )
+        first = cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - chunk.num_sampled
         logit_rows += range(first, cu_rows[-1])
         logit_spans.append(range(len(logit_rows) - (cu_rows[-1] - first), len(logit_rows)))
     past_blocks = [chunk.sequence.block_table for chunk in chunks]
@@ -57,6 +59,16 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
         blocks=torch.tensor(blocks, dtype=torch.int32),
         slots=(position_ids % BLOCK_TOKENS).int(),
     )
+
+
+def kept_rows(chunks: Sequence[ScheduledChunk], verified: Sequence[Sequence[object]]) -> list[int] | None:
+    """The step's rows but those of rejected drafts, given the tokens that each chunk gets; None for all."""
+    rows: list[int] = []
+    begin = 0
+    for chunk, results in zip(chunks, verified, strict=True):
+        rows += range(begin, begin + chunk.num_tokens + max(len(results) - 1, 0))
+        begin += chunk.num_rows
+    return None if len(rows) == begin else rows
 
 
 class ModelRunner:
@@ -107,9 +119,14 @@ class ModelRunner:
         return attend
 
     @torch.inference_mode()
-    def commit(self, step: StepInput) -> None:
-        """Write the step's K and V to the cache blocks."""
-        rows = step.num_rows
+    def commit(self, step: StepInput, rows: list[int] | None = None) -> None:
+        """Write K and V of the step's rows, all or those listed, to the cache blocks."""
+        kept = slice(step.num_rows) if rows is None else torch.tensor(rows)
         self._ops.commit(
-            self._cache, self._layout, self._step_k[:, :rows], self._step_v[:, :rows], step.blocks, step.slots
+            self._cache,
+            self._layout,
+            self._step_k[:, kept],
+            self._step_v[:, kept],
+            step.blocks[kept],
+            step.slots[kept],
         )

@@ -18,7 +18,8 @@ from msgspec import Struct
 from surefoot.backends.catalog import packaged_models
 from surefoot.gateway.cli import EXIT_USAGE, run
 from surefoot.gateway.settings import ServeSettings, default_text, describe, flag_name
-from surefoot.gateway.tenants import load_tenants
+from surefoot.gateway.tenant_folder import TenantFolder
+from surefoot.gateway.tenants import Tenants
 
 
 class Outcome(Struct, frozen=True):
@@ -131,7 +132,8 @@ def test_new_key_is_a_tenants_key(cli: Cli, tmp_path: Path) -> None:
     assert line is not None
     assert tomllib.loads(line[1]) == {"key_hashes": [f"sha256:{hashlib.sha256(key[1].encode()).hexdigest()}"]}
     (tmp_path / "acme.toml").write_text(f'id = "acme"\n{line[1]}\n')
-    assert load_tenants(tmp_path).authenticate(f"Bearer {key[1]}").id == "acme"
+    tenants = Tenants(TenantFolder(tmp_path, ["baseline"]).load().tenants)
+    assert tenants.authenticate(f"Bearer {key[1]}").id == "acme"
     assert cli("key", "new").out != outcome.out
 
 
