@@ -280,13 +280,9 @@ def _serve(effective: EffectiveSettings) -> int:
 
 
 def _simulate(what: SimulateFlags, effective: EffectiveSettings, *, as_json: bool) -> int:
-    from .start import SimulationSettings, run_simulation  # Torch takes seconds to import.
+    from .start import run_simulation  # Torch takes seconds to import.
 
-    try:
-        settings = SimulationSettings(**asdict(what))
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    return run_simulation(effective.settings, settings, as_json=as_json)
+    return run_simulation(effective.settings, asdict(what), as_json=as_json)
 
 
 def _key_new() -> None:

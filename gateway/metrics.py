@@ -71,6 +71,8 @@ GAUGES = (
     Reading("surefoot_cache_blocks", "Blocks that the cache has.", lambda s: s.num_blocks),
     Reading("surefoot_cache_blocks_used", "Blocks that requests hold.", lambda s: s.num_blocks_used),
     Reading("surefoot_cache_blocks_cached", "Free blocks with a prefix.", lambda s: s.num_blocks_cached),
+    Reading("surefoot_step_sequences", "Sequences of the last step.", lambda s: s.last_step_sequences),
+    Reading("surefoot_step_tokens", "Tokens of the last step.", lambda s: s.last_step_tokens),
 )
 COUNTERS = (
     Reading("vllm:prompt_tokens", "Prompt tokens of requests.", lambda s: s.prompt_tokens_total),
@@ -84,6 +86,11 @@ COUNTERS = (
         lambda s: s.prefix_cache_evictions_total,
     ),
     Reading("surefoot_engine_steps", "Steps of the engine.", lambda s: s.steps_total),
+    Reading("surefoot_batched_sequences", "Sequences, over all steps.", lambda s: s.step_sequences_total),
+    Reading("surefoot_batched_tokens", "Tokens that steps ran.", lambda s: s.step_tokens_total),
+    Reading("surefoot_batched_tokens_budget", "Tokens that steps allowed.", lambda s: s.step_budget_total),
+    Reading("surefoot_step_predicted_seconds", "Predicted steps.", lambda s: s.step_predicted_s_total),
+    Reading("surefoot_step_seconds", "Seconds in steps.", lambda s: s.step_measured_s_total),
     Reading("surefoot_engine_restarts", "Restarts of a failed engine.", lambda s: s.engine_restarts_total),
 )
 
@@ -233,6 +240,13 @@ class BackendCollector(Collector):
         for backend in known:
             ready.add_metric([backend.models[0].id], backend.status.state is BackendState.READY)
         yield ready
+        refused = CounterMetricFamily(
+            "surefoot_refusals", "Requests that were not let in, by reason.", labels=(*MODEL, "reason")
+        )
+        for model, each in stats:
+            for reason, count in each.refusals_total.items():
+                refused.add_metric([model, reason], count)
+        yield refused
 
 
 class LoopCollector(Collector):

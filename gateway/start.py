@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -100,14 +101,18 @@ def run_loss(
     return 0
 
 
-def run_simulation(settings: ServeSettings, what: SimulationSettings, *, as_json: bool) -> int:
+def run_simulation(settings: ServeSettings, what: Mapping[str, Any], *, as_json: bool) -> int:
     """Simulate the settings' server and print what it would promise; returns the process's exit status.
 
-    Raises `SettingsError` for what cannot be simulated.
+    `what` has the fields of `SimulationSettings`. Raises `SettingsError` for what cannot be simulated.
     """
     configure_logs(settings.log_format, settings.log_level)
     try:
-        report = simulate_machine(engine_options(settings), what, progress=_tell)
+        asked = SimulationSettings(**what)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        report = simulate_machine(engine_options(settings), asked, progress=_tell)
     except (TraceError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
     except ModelError as error:

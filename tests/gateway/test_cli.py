@@ -64,7 +64,7 @@ def test_help_lists_the_commands(cli: Cli, arguments: tuple[str, ...]) -> None:
     assert "    surefoot serve\n" in outcome.out
 
 
-@pytest.mark.parametrize("command", [("serve",), ("config",), ("models",), ("key", "new")])
+@pytest.mark.parametrize("command", [("serve",), ("config",), ("models",), ("key", "new"), ("simulate",)])
 def test_help_has_examples(cli: Cli, command: tuple[str, ...]) -> None:
     """Each command's help has a line that can be typed."""
     assert f"\n    surefoot {' '.join(command)}" in cli(*command, "--help").out
@@ -168,6 +168,61 @@ def test_the_program(tmp_path: Path) -> None:
     assert (
         done.stderr == "surefoot: port = '70000' (SUREFOOT_PORT): expected a whole number from 0 to 65535\n"
     )
+
+
+COST = '{"num_blocks": 500, "cost": {"fixed_s": 0.01, "row_s": 0.001, "further_row_s": 0.001}}'
+
+
+@pytest.fixture
+def cost_file(tmp_path: Path) -> str:
+    """What steps cost on some machine."""
+    file = tmp_path / "cost.json"
+    file.write_text(COST)
+    return str(file)
+
+
+def test_simulate_reads_its_own_example(cli: Cli, tmp_path: Path, cost_file: str) -> None:
+    """The line of a trace that the help shows is one that it reads; the report names its class."""
+    example = re.search(r'\{"arrival_s".*\}', cli("simulate", "--help").out)
+    assert example is not None
+    (tmp_path / "trace.jsonl").write_text(example[0])
+    outcome = cli("simulate", "--trace", str(tmp_path / "trace.jsonl"), "--cost", cost_file)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert re.search(r"^interactive +1 +0 +100.0 %", outcome.out, re.MULTILINE)
+
+
+def test_simulate_as_json(cli: Cli, cost_file: str) -> None:
+    """`--json` has every figure; scheduler, speed, rates and settings reach the simulation."""
+    rates = ("--rate", "interactive=2", "--rate", "batch=9", "--duration", "20")
+    shown = {}
+    for scheduler in ("promise", "first-come"):
+        for speed in ("1", "10"):
+            arguments = (*rates, "--cost", cost_file, "--json", "--scheduler", scheduler, "--speed", speed)
+            shown[scheduler, speed] = msgspec.json.decode(cli("simulate", *arguments).out)
+    goodput = {key: report["classes"][0]["goodput"] for key, report in shown.items()}
+    assert goodput["promise", "1"] > goodput["first-come", "1"]
+    assert goodput["promise", "10"] == 1.0
+    assert {each["sla_class"] for each in shown["promise", "1"]["classes"]} == {"interactive", "batch"}
+    refused = cli(
+        "simulate", *rates, "--cost", cost_file, "--json", "--max-waiting", "0", "--max-sequences", "2"
+    )
+    assert msgspec.json.decode(refused.out)["classes"][1]["refusals"]["requests"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rate", "bach=1"), "unknown class 'bach'"),
+        (("--speed", "0"), "speed must be above 0, got 0"),
+        (("--trace", "/no/such.jsonl"), "/no/such.jsonl cannot be read: No such file"),
+        (("--cost", "/no/such.json"), "/no/such.json is no file of step costs"),
+    ],
+)
+def test_simulate_refuses(cli: Cli, cost_file: str, arguments: tuple[str, ...], said: str) -> None:
+    """What cannot be simulated is one message and exit status 2."""
+    outcome = cli("simulate", "--cost", cost_file, *arguments)
+    assert (outcome.status, outcome.out) == (EXIT_USAGE, "")
+    assert said in outcome.err
 
 
 def test_default_model_is_there() -> None:
