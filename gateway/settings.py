@@ -79,6 +79,14 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
             auto_or(byte_size), "Memory of the KV cache, e.g. 512MiB (auto: a share of what is available)"
         ),
     ] = None
+    draft_model: Annotated[
+        str | None,
+        Setting(auto_or(text), "A smaller model of the same vocabulary that drafts for it (auto: none)"),
+    ] = None
+    draft_cache_memory: Annotated[
+        ByteSize | None,
+        Setting(auto_or(byte_size), "Memory of the draft model's KV cache (auto: for as many tokens)"),
+    ] = None
     max_sequences: Annotated[int, Setting(whole(1), "Sequences that run at once")] = 64
     max_batched_tokens: Annotated[
         int,

@@ -139,6 +139,8 @@ def engine_options(settings: ServeSettings) -> EngineOptions:
         model_id=settings.served_model_id or default_model_id(settings.model),
         weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),
         cache_bytes=settings.cache_memory,
+        draft_model=None if settings.draft_model is None else locate_model(settings.draft_model),
+        draft_cache_bytes=settings.draft_cache_memory,
         prefix_cache=settings.prefix_cache == "on",
         **{name: values[name] for name in SHARED_WITH_ENGINE},
     )

@@ -70,6 +70,8 @@ class EngineParts(Struct, frozen=True):
     cache_dtype: torch.dtype
     cost_file: Path | None = None
     """Where the measured cost of steps is kept for `surefoot simulate`; None for nowhere."""
+    draft: LoadedModel | None = None
+    """A model of the same vocabulary that drafts for `loaded`."""
 
 
 class _Add(Struct, frozen=True):
@@ -250,6 +252,7 @@ class EngineBackend:
             cache_dtype=self._parts.cache_dtype,
             counters=self._counters,
             clock=self._clock,
+            draft=self._parts.draft,
         )
         engine.warm_up()
         return engine

@@ -34,6 +34,7 @@ from .sampler import NonFiniteLogits, Sampled, SampledRow, Sampler
 from .scheduler import MakeScheduler, ScheduledChunk, Scheduler, shape_of
 from .sequence import Request, Sequence, SequenceStatus
 from .settings import EngineSettings
+from .speculation.draft_model import DraftModel
 from .speculation.speculator import Speculator
 from .step_input import StepInput
 from .warm_up import Shape, run_shapes, warm_up_requests
@@ -85,13 +86,29 @@ class Engine:
         clock: Callable[[], float],
         make_scheduler: MakeScheduler = PromiseScheduler,
         speculator: Speculator | None = None,
+        draft: LoadedModel | None = None,
     ) -> None:
-        """What a `speculator` has learnt is worth keeping when an engine is replaced."""
+        """What a `speculator` has learnt is worth keeping when an engine is replaced. `draft` is a model that
+        drafts for `loaded`, of the same vocabulary.
+        """
         self._tokenizer = loaded.tokenizer
         self._clock = clock
         self._runner = ModelRunner(loaded.model, ops, settings, cache_dtype)
         self._sampler = Sampler(ops, loaded.tokenizer)
         self.speculator = speculator or Speculator(settings.speculation)
+        self.speculator.draft_model = (
+            None
+            if draft is None
+            else DraftModel(
+                draft,
+                loaded,
+                ops,
+                settings,
+                cache_dtype=cache_dtype,
+                num_blocks=self._runner.num_blocks,
+                observe=self.speculator.controller.acceptance.observe,
+            )
+        )
         self.pool = BlockPool(self._runner.num_blocks)
         self.counters = counters
         self._prefix_cache = PrefixCache(
@@ -128,6 +145,8 @@ class Engine:
         counted, self.counters = self.counters, EngineCounters()
         self.costs.refit(fit(run_shapes(self._run_shape, self._clock)))
         self.counters = counted
+        if self.speculator.draft_model is not None:
+            self.speculator.draft_model.warm_up()
         # What it has learned about arrivals and lengths is about throw-away requests.
         self.scheduler = self._new_scheduler()
         self.last_step = None
@@ -170,7 +189,9 @@ class Engine:
         if not chunks:
             return outputs
         self._mark_started(chunks)
+        drafting_s = -self._clock()
         chunks = self._add_drafts(chunks)
+        drafting_s += self._clock()
         shape = shape_of(chunks)
         step = build_step(chunks)
         logits = self._runner.run(step)
@@ -180,7 +201,7 @@ class Engine:
         self._advance(chunks)
         for chunk, results in zip(chunks, verified, strict=True):
             outputs += self._postprocess(chunk, results)
-        self._note_cost(shape, self._clock() - begun_s)
+        self._note_cost(shape, self._clock() - begun_s - drafting_s)
         if any(chunk.draft for chunk in chunks):
             self.speculator.counters.realise(sum(map(len, verified)), self._clock() - begun_s)
         return outputs

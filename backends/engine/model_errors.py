@@ -3,7 +3,8 @@
 ModelError
 ├── ModelNotFound       nothing that can be read lies at the path
 ├── UnsupportedModel    a model we cannot run; the message ends with what we can
-└── BadModelFiles       a model we could run, but its files are incomplete, damaged or contradictory
+├── BadModelFiles       a model we could run, but its files are incomplete, damaged or contradictory
+└── DraftMismatch       a draft model whose tokens are not those of the model that it is to draft for
 """
 
 from __future__ import annotations
@@ -32,3 +33,7 @@ class UnsupportedModel(ModelError):
 
 class BadModelFiles(ModelError):
     """The model's files are incomplete, damaged or contradictory."""
+
+
+class DraftMismatch(ModelError):
+    """A draft model's tokens are not those of the model that it is to draft for."""

@@ -10,12 +10,15 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
+from surefoot.kernels.base import Ops
 from surefoot.kernels.select import select_ops
 
 from .backend import EngineBackend, EngineParts
 from .limits import available_memory_bytes, cpu_count
-from .prepare import load_model
+from .prepare import LoadedModel, load_model
 from .settings import EngineSettings
+from .speculation.settings import SpeculationSettings
+from .speculation.vocabulary import check_vocabularies
 from .weight_mode import WeightMode
 
 Progress = Callable[[str], None]
@@ -28,7 +31,10 @@ AUTO_CACHE_SHARE = 0.25
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """An operator's choices, None for `auto`. `cache_dir` holds prepared weights and compiled kernels."""
+    """An operator's choices, None for `auto`. `cache_dir` holds prepared weights and compiled kernels.
+
+    A `draft_model` (None: there is none) is kept in the same form of weights.
+    """
 
     model: Path
     model_id: str
@@ -45,6 +51,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     max_waiting_s: float = 600.0
     headroom: float = 0.1
     watchdog_s: float = 120.0
+    draft_model: Path | None = None
+    draft_cache_bytes: int | None = None
 
 
 def make_backend(options: EngineOptions, progress: Progress) -> EngineBackend:
@@ -65,6 +73,7 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
         max_waiting_s=options.max_waiting_s,
         headroom=options.headroom,
         watchdog_s=options.watchdog_s,
+        speculation=SpeculationSettings(draft_cache_bytes=options.draft_cache_bytes),
     )
 
 
@@ -85,6 +94,11 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         progress=progress,
         max_model_len=options.max_model_len,
     )
+    draft = (
+        None
+        if options.draft_model is None
+        else _load_draft(options.draft_model, loaded, options, ops, progress)
+    )
     loaded_s = time.monotonic()
     if loaded_s - begun_s > SLOW_START_S:
         progress(
@@ -94,8 +108,28 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     # What is left to torch is small; its threads would only take the cores from those of the kernels.
     torch.set_num_threads(1)
     return EngineParts(
-        loaded=loaded, ops=ops, cache_dtype=torch.bfloat16, cost_file=cost_file(options, num_threads)
+        loaded=loaded,
+        ops=ops,
+        cache_dtype=torch.bfloat16,
+        cost_file=cost_file(options, num_threads),
+        draft=draft,
     )
+
+
+def _load_draft(
+    path: Path, target: LoadedModel, options: EngineOptions, ops: Ops, progress: Progress
+) -> LoadedModel:
+    """A model that drafts for `target`; raises `ModelError`, also where their vocabularies differ."""
+    draft = load_model(
+        path,
+        mode=options.weights,
+        ops=ops,
+        cache_dir=options.cache_dir,
+        progress=progress,
+        max_model_len=options.max_model_len,
+    )
+    check_vocabularies(target.tokenizer, draft.tokenizer, options.model.name, path.name)
+    return draft
 
 
 def cost_file(options: EngineOptions, num_threads: int | None = None) -> Path:

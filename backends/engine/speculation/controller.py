@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from ..cost_model import StepCost as PassCost
 from ..sequence import Sequence
 from .acceptance import Acceptance
 from .base import Draft
+from .drafting import Drafting, Prospect, Runner, ahead, choose_depth, worth_catching_up
 from .lengths import Candidate, Choice, StepCost, choose_lengths
 from .settings import SpeculationSettings
 
@@ -24,6 +27,10 @@ class StepBounds(Struct, frozen=True, kw_only=True):
     max_rows: int
     max_step_s: float | None = None
 
+    def after(self, seconds: float) -> StepBounds:
+        """What is left when some of the step's time has passed."""
+        return self if self.max_step_s is None else replace(self, max_step_s=self.max_step_s - seconds)
+
 
 class Controller:
     """Chooses draft lengths by what they are expected to bring, and now and then tries more than that.
@@ -37,6 +44,7 @@ class Controller:
         self.ceiling = settings.max_draft
         self.acceptance = Acceptance()
         self._credit_s = 0.0
+        self._drafting_credit_s = 0.0
 
     def max_tokens(self, sequence: Sequence) -> int:
         """The longest draft that a sequence may have now: its last token needs none after it."""
@@ -64,3 +72,43 @@ class Controller:
         )
         self._credit_s -= choice.probe_s
         return choice
+
+    def plan_drafting(
+        self, prospects: Seq[Prospect], bounds: StepBounds, cost: StepCost, passes: PassCost
+    ) -> Drafting:
+        """How far a draft model should run ahead, for whom, given what its passes cost.
+
+        Its probes have a share of time of their own: they cost a pass, those of `choose` a row.
+        """
+        self._drafting_credit_s += cost(0) * self.settings.probe_share
+        token_s = cost(0) / bounds.num_sampled
+        runners: list[Runner] = []
+        chosen: list[Prospect] = []
+        for prospect in prospects:
+            survival = self.acceptance.survival(prospect.sequence, ahead((0,) * prospect.max_tokens))
+            if worth_catching_up(prospect, survival, token_s, passes.row_s):
+                min_gain = prospect.sequence.request.message.plan.speculation.min_gain
+                runners.append(Runner(survival, prospect.num_rows, min_gain))
+                chosen.append(prospect)
+        mean_context = sum(len(each.sequence.token_ids) for each in chosen) / max(len(chosen), 1)
+        depth = choose_depth(
+            runners,
+            bounds.num_sampled,
+            cost,
+            lambda rows, sequences: passes.predict(rows, sequences, round(rows * mean_context)),
+            max_rows=bounds.max_rows,
+            max_step_s=bounds.max_step_s,
+            probe_budget_s=self._drafting_credit_s,
+        )
+        max_catch_up = self.settings.max_catch_up
+        if bounds.max_step_s is not None:
+            spare_s = bounds.max_step_s - cost(0) - passes.predict(0, 0, 0)
+            max_catch_up = min(max_catch_up, max(0, int(spare_s / max(passes.row_s, 1e-9))))
+        if depth.probe_s:
+            behind = sum(each.num_missing for each in chosen if not each.is_close)
+            self._drafting_credit_s -= depth.probe_s + passes.row_s * min(behind, max_catch_up)
+        wanted = [
+            (prospect.sequence, min(depth.num_tokens, len(runner.survival)))
+            for prospect, runner in zip(chosen, runners, strict=True)
+        ]
+        return Drafting(wanted if depth.num_tokens else [], max_catch_up)

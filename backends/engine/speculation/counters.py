@@ -14,8 +14,8 @@ class SpeculationCounters(Struct):
     """Of an engine and those that replaced it.
 
     `drafting_s` is what proposing and choosing took. Over the steps that had drafts, `expected_tokens` is
-    what was hoped for and `realised_tokens` what came, in `realised_s`; without drafts the same steps would
-    have given `plain_tokens`, in `plain_s` by the cost model.
+    what was hoped for and `realised_tokens` what came, in `realised_s` (with the drafting of other steps);
+    without drafts the same steps would have given `plain_tokens`, in `plain_s` by the cost model.
     """
 
     by_source: dict[tuple[str, str], DraftCounts] = field(default_factory=dict)
@@ -50,6 +50,9 @@ class SpeculationCounters(Struct):
             self.expected_tokens += choice.num_tokens
             self.plain_tokens += num_sampled
             self.plain_s += plain_s
+        else:
+            # What was drafted in vain is part of what speculation costs; a lookup takes next to nothing.
+            self.realised_s += drafting_s
 
     def realise(self, num_tokens: int, seconds: float) -> None:
         """Add what came of a step with drafts."""

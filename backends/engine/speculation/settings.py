@@ -11,11 +11,15 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True):
     `max_draft` bounds every plan's. `probe_share` is the share of time that may be spent on drafts that are
     not expected to pay, so that it is noticed when they would. `synthetic_acceptance`, for benchmarks
     alone, accepts position j of a draft with probability `synthetic_acceptance[j]`, whatever the model says.
+    A draft model's cache has `draft_cache_bytes` (None: as many tokens as the served model's), and it catches
+    up with at most `max_catch_up` tokens a step.
     """
 
     max_draft: int = 16
     probe_share: float = 0.005
     synthetic_acceptance: tuple[float, ...] | None = None
+    draft_cache_bytes: int | None = None
+    max_catch_up: int = 64
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_draft <= 64:
@@ -25,3 +29,6 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True):
         for rate in self.synthetic_acceptance or ():
             if not 0 <= rate <= 1:
                 raise ValueError(f"a synthetic acceptance must be between 0 and 1, got {rate}")
+        for name in ("draft_cache_bytes", "max_catch_up"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}")

@@ -15,6 +15,8 @@ from ..sequence import Sequence
 from .base import Draft, Proposer
 from .controller import Controller, StepBounds
 from .counters import SpeculationCounters
+from .draft_model import DraftModel
+from .drafting import Prospect
 from .lengths import StepCost
 from .ngram import NgramProposer
 from .prediction import PredictionProposer
@@ -28,6 +30,8 @@ class Speculator:
 
     def __init__(self, settings: SpeculationSettings) -> None:
         self.controller = Controller(settings)
+        self.draft_model: DraftModel | None = None
+        """The proposer `draft`, which an engine adds that has one."""
         self.suffix = SuffixProposer()
         proposers: list[Proposer] = [NgramProposer(), PredictionProposer(), self.suffix]
         self._proposers: Mapping[str, Proposer] = {proposer.name: proposer for proposer in proposers}
@@ -38,6 +42,12 @@ class Speculator:
         )
         self.counters = SpeculationCounters()
 
+    @property
+    def proposers(self) -> tuple[str, ...]:
+        """Names of what a plan may ask for here; what it names beside these is not asked."""
+        own = () if self.draft_model is None else (self.draft_model.name,)
+        return (*self._proposers, *own)
+
     def draft(
         self, chunks: Seq[ScheduledChunk], max_rows: int, costs: CostModel, now_s: float
     ) -> dict[Sequence, Draft]:
@@ -47,11 +57,12 @@ class Speculator:
         """
         begun_s = time.perf_counter()
         decoding = [chunk.sequence for chunk in chunks if chunk.sequence.is_decoding]
-        drafts = [(seq, draft) for seq in decoding if (draft := self._propose(seq)) is not None]
-        if not drafts:
+        drafts, prospects = self._propose(decoding)
+        if not drafts and not prospects:
             return {}
         shape = shape_of(chunks)
-        context = sum(seq.num_committed for seq, _ in drafts) / len(drafts)
+        asked = [*(seq for seq, _ in drafts), *(prospect.sequence for prospect in prospects)]
+        context = sum(seq.num_committed for seq in asked) / len(asked)
 
         def cost(count: int) -> float:
             return costs.predict(
@@ -65,6 +76,9 @@ class Speculator:
             max_rows=max_rows - shape.num_rows,
             max_step_s=_limit_s(decoding, now_s, cost),
         )
+        if self.draft_model is not None and prospects:
+            drafts += self._run_ahead(self.draft_model, prospects, bounds, cost)
+            bounds = bounds.after(time.perf_counter() - begun_s)
         choice = self.controller.choose(drafts, bounds, cost)
         self.counters.expect(choice, bounds.num_sampled, cost(0), time.perf_counter() - begun_s)
         return {
@@ -96,15 +110,58 @@ class Speculator:
         """The sequence is over."""
         for proposer in self._proposers.values():
             proposer.finish(sequence)
+        if self.draft_model is not None:
+            self.draft_model.finish(sequence)
         self.controller.acceptance.finish(sequence)
 
-    def _propose(self, sequence: Sequence) -> Draft | None:
-        max_tokens = self.controller.max_tokens(sequence)
-        if max_tokens == 0:
-            return None
-        if self._synthetic is not None:
-            return self._synthetic.propose(sequence, max_tokens)
-        for name in sequence.request.message.plan.speculation.proposers:
+    def _propose(self, decoding: Seq[Sequence]) -> tuple[list[tuple[Sequence, Draft]], list[Prospect]]:
+        """Drafts of whoever is asked one by one, and the sequences that it is the draft model's turn for."""
+        drafts: list[tuple[Sequence, Draft]] = []
+        prospects: list[Prospect] = []
+        for sequence in decoding:
+            max_tokens = self.controller.max_tokens(sequence)
+            if max_tokens == 0:
+                continue
+            if self._synthetic is not None:
+                drafts.append((sequence, self._synthetic.propose(sequence, max_tokens)))
+                continue
+            names = sequence.request.message.plan.speculation.proposers
+            turn = self._turn_of_model(names)
+            if (draft := self._first_idea(sequence, names[:turn], max_tokens)) is not None:
+                drafts.append((sequence, draft))
+            elif self.draft_model is not None and turn < len(names):
+                if (prospect := self.draft_model.prospect(sequence, max_tokens)) is not None:
+                    prospects.append(prospect)
+                elif (draft := self._first_idea(sequence, names[turn:], max_tokens)) is not None:
+                    drafts.append((sequence, draft))
+        return drafts, prospects
+
+    def _run_ahead(
+        self, model: DraftModel, prospects: Seq[Prospect], bounds: StepBounds, cost: StepCost
+    ) -> list[tuple[Sequence, Draft]]:
+        """What the draft model proposes, as far as asking it is expected to pay, and others instead of it."""
+        drafting = self.controller.plan_drafting(prospects, bounds, cost, model.costs.cost)
+        proposed = model.propose_all(drafting.wanted, drafting.max_catch_up)
+        by_sequence = dict(zip((sequence for sequence, _ in drafting.wanted), proposed, strict=True))
+        drafts: list[tuple[Sequence, Draft]] = []
+        for prospect in prospects:
+            sequence = prospect.sequence
+            draft = by_sequence.get(sequence)
+            if draft is None:
+                names = sequence.request.message.plan.speculation.proposers
+                draft = self._first_idea(sequence, names[self._turn_of_model(names) :], prospect.max_tokens)
+            if draft is not None:
+                drafts.append((sequence, draft))
+        return drafts
+
+    def _turn_of_model(self, names: tuple[str, ...]) -> int:
+        """How many are asked before the draft model is."""
+        if self.draft_model is None or self.draft_model.name not in names:
+            return len(names)
+        return names.index(self.draft_model.name)
+
+    def _first_idea(self, sequence: Sequence, names: tuple[str, ...], max_tokens: int) -> Draft | None:
+        for name in names:
             proposer = self._proposers.get(name)
             if proposer is not None and (draft := proposer.propose(sequence, max_tokens)) is not None:
                 return draft
