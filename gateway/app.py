@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import structlog
@@ -14,36 +14,63 @@ from msgspec import json
 from surefoot.backends.base import Backend
 from surefoot.policies.base import Policy
 
-from .errors import ClientGone, is_ours, to_http
+from .clock import Clock, SystemClock
+from .errors import ClientGone, is_ours, refusal_reason, to_http
 from .http_settings import HttpSettings
+from .in_flight import InFlight
 from .lifecycle import Lifecycle, measured_lag
 from .metrics import Metrics
 from .middleware import RequestBoundary, record_of
+from .operator_routes import Access, operator_routes
+from .rate_limits import Quotas
+from .record import RequestRecord
 from .router import Router
 from .routes import open_routes, v1_routes
 from .service import Service
 from .tenants import Tenants
+from .usage import UsageBook
+from .usage_store import UsageStore
 
 
 def create_app(
-    backends: Sequence[Backend], tenants: Tenants, policy: Policy, settings: HttpSettings | None = None
+    backends: Sequence[Backend],
+    tenants: Tenants,
+    policy: Policy,
+    settings: HttpSettings | None = None,
+    *,
+    usage_store: UsageStore | None = None,
+    clock: Clock | None = None,
 ) -> Litestar:
     """The gateway as an ASGI application. Its lifespan starts and stops the backends.
 
-    `app.state.lifecycle` is the `Lifecycle`, for whoever runs the application.
+    `app.state.lifecycle` is the `Lifecycle`, for whoever runs the application. The application closes
+    `usage_store`; without one usage is not kept. `clock` is the machine's unless told otherwise.
     """
-    metrics = Metrics(backends)
-    lifecycle = Lifecycle(backends)
-    router = Router(backends)
-    service = Service(router, tenants, policy, metrics, settings or HttpSettings())
+    settings, clock = settings or HttpSettings(), clock or SystemClock()
+    metrics, lifecycle, router = Metrics(backends), Lifecycle(backends), Router(backends)
+    quotas, in_flight = Quotas(clock), InFlight()
+    usage = None if usage_store is None else UsageBook(usage_store, clock)
+    service = Service(router, policy, metrics, settings, quotas, in_flight)
+    access = Access(tenants, settings.admin_key_hash)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
-        async with measured_lag(metrics.observe_lag), lifecycle.running():
+        # Usage ends last: the requests that the backends end at shutdown count too.
+        keeping = nullcontext() if usage is None else usage.running()
+        async with keeping, measured_lag(metrics.observe_lag), lifecycle.running():
             yield
 
+    def observe(record: RequestRecord) -> None:
+        metrics.observe_request(record)
+        if usage is not None:
+            usage.observe(record)
+
     app = Litestar(
-        route_handlers=[v1_routes(service, router, tenants), open_routes(lifecycle, metrics)],
+        route_handlers=[
+            v1_routes(service, router, tenants, quotas),
+            operator_routes(access, backends, in_flight, usage),
+            open_routes(lifecycle, metrics),
+        ],
         exception_handlers={Exception: answer_error},
         lifespan=[lifespan],
         openapi_config=None,
@@ -51,7 +78,7 @@ def create_app(
         state=State({"lifecycle": lifecycle}),
     )
     # Litestar's own middleware sees neither unknown paths nor wrong methods; this wraps those too.
-    app.asgi_handler = RequestBoundary(app.asgi_handler, metrics)
+    app.asgi_handler = RequestBoundary(app.asgi_handler, observe)
     return app
 
 
@@ -62,6 +89,7 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         structlog.get_logger().error("request.crashed", request_id=record.request_id, exc_info=error)
     answer = to_http(error, method=request.method, path=request.scope["path"])
     record.error = answer.body.error.code
+    record.refusal = None if record.started else refusal_reason(error)
     record.client_gone = isinstance(error, ClientGone)
     return Response(
         json.encode(answer.body),

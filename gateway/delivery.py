@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 import msgspec
@@ -20,7 +20,6 @@ from .errors import ClientGone, is_ours, to_http
 from .generation import Generation
 from .metrics import GapMeter
 from .record import RequestRecord
-from .tenants import Tenant, Tenants
 
 
 class Delivery(Struct, frozen=True, kw_only=True):
@@ -34,8 +33,8 @@ class Delivery(Struct, frozen=True, kw_only=True):
     answer: Answer[Any]
     record: RequestRecord
     gaps: GapMeter
-    tenants: Tenants
-    tenant: Tenant
+    admission: AbstractContextManager[None]
+    """Open while the request runs; to open it may be refused."""
     streams: bool
     keep_alive_s: float
 
@@ -43,7 +42,7 @@ class Delivery(Struct, frozen=True, kw_only=True):
         """Run the generation and send what it gives; end it when the client goes away."""
         try:
             async with cancel_on_disconnect(receive):
-                with self.tenants.running(self.tenant):
+                with self.admission:
                     async with self.generation:
                         last = await (self._stream(send) if self.streams else self._whole(send))
         except ClientGone:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +14,6 @@ from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ClientGone
-from .metrics import Metrics
 from .record import RequestRecord
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -31,9 +31,10 @@ def record_of(scope: Scope) -> RequestRecord:
 class RequestBoundary:
     """Wraps the whole application, unknown paths and errors included."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, observe: Callable[[RequestRecord], None]) -> None:
+        """`observe` gets every request once, before the client can know that it is over."""
         self._app = app
-        self._metrics = metrics
+        self._observe = observe
         self._log = structlog.get_logger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +50,9 @@ class RequestBoundary:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+                message["headers"] = [*message["headers"], *_own_headers(record)]
+            elif not message.get("more_body"):
+                self._count(record, scope)
             await send(message)
 
         try:
@@ -71,10 +74,24 @@ class RequestBoundary:
     def _finish(self, record: RequestRecord, scope: Scope) -> None:
         if record.status is None:
             record.status = 499 if record.client_gone else 500
-        record.route = scope.get("path_template")
-        self._metrics.observe_request(record)
+        self._count(record, scope)
         level = "debug" if record.path.startswith(QUIET_PATHS) and record.error is None else "info"
         getattr(self._log, level)("request.finished", **record.log_fields())
+
+    def _count(self, record: RequestRecord, scope: Scope) -> None:
+        if not record.counted:
+            record.counted = True
+            record.route = scope.get("path_template")
+            self._observe(record)
+
+
+def _own_headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
+    headers = {"x-request-id": record.request_id}
+    if record.promise is not None:
+        headers["x-surefoot-class"] = record.promise.name
+    if record.quota is not None:
+        headers |= record.quota.headers()
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 def _request_id(scope: Any) -> str:

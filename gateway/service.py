@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from litestar import Request
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
 from surefoot.backends.errors import DeadlineExceeded
-from surefoot.backends.types import GenerateRequest, ServingPlan
+from surefoot.backends.types import GenerateRequest
 from surefoot.policies.base import Observation, Policy
 
 from .answers import Answer, ChatAnswer, Label, TextAnswer
@@ -21,12 +22,16 @@ from .delivery import Delivery
 from .errors import InvalidValue
 from .generation import Generation
 from .http_settings import HttpSettings
+from .in_flight import InFlight, backend_request_id
 from .metrics import Metrics
 from .middleware import record_of
+from .rate_limits import Quotas, estimated_tokens
 from .record import RequestRecord
 from .router import Router
+from .salts import Salts
 from .schemas import ChatRequest, CompletionRequest
-from .tenants import Tenant, Tenants
+from .sla import Promise
+from .tenants import Tenant
 
 DEADLINE_HEADER = "x-surefoot-deadline-ms"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
@@ -48,13 +53,21 @@ class Service:
     """Holds what every request needs; has no state of its own."""
 
     def __init__(
-        self, router: Router, tenants: Tenants, policy: Policy, metrics: Metrics, settings: HttpSettings
+        self,
+        router: Router,
+        policy: Policy,
+        metrics: Metrics,
+        settings: HttpSettings,
+        quotas: Quotas,
+        in_flight: InFlight,
     ) -> None:
         self._router = router
-        self._tenants = tenants
         self._policy = policy
         self._metrics = metrics
         self._settings = settings
+        self._quotas = quotas
+        self._in_flight = in_flight
+        self._salts = Salts()
 
     async def complete(self, request: Request[Any, Any, Any], tenant: Tenant, endpoint: Endpoint) -> Delivery:
         """Everything up to the backend: read, check, choose. Raises a `GatewayError` or a `BackendError`."""
@@ -62,25 +75,68 @@ class Service:
         body = await read_body(request.receive, request.headers, self._settings.max_body_bytes)
         asked = decode(body, endpoint.shape)
         asked.check()
+        record.promise = promise = self._settings.classes.promise(asked.service_tier, tenant.classes)
         backend = self._router.backend(asked.model, tenant)
-        plan = self._policy.decide(Observation(tenant_id=tenant.id, model=asked.model))
-        label = _label(asked, endpoint)
-        requests = _requests(asked, tenant, plan, label.id, _deadline_s(request, record))
-        record.model, record.completion_id, record.stream = asked.model, label.id, asked.streams
+        record.model, record.stream = asked.model, asked.streams
+        label = _label(asked, endpoint, promise)
+        requests = self._requests(asked, tenant, promise, label.id, _deadline_s(request, record))
+        record.completion_id = label.id
         return Delivery(
             generation=Generation(backend, requests),
             answer=endpoint.answer(label, len(requests)),
             record=record,
             gaps=self._metrics.gap_meter(asked.model),
-            tenants=self._tenants,
-            tenant=tenant,
+            admission=self._admission(tenant, label.id, requests, record),
             streams=asked.streams,
             keep_alive_s=self._settings.keep_alive_s,
         )
 
+    def _requests(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        tenant: Tenant,
+        promise: Promise,
+        completion_id: str,
+        deadline_s: float | None,
+    ) -> list[GenerateRequest]:
+        tenant.check_n(asked.num_choices)
+        params = asked.params(tenant.limits.max_tokens)
+        plan = self._policy.decide(Observation(tenant_id=tenant.id, model=asked.model))
+        salt = self._salts.salt(tenant.id, asked.prompt_cache_key)
+        return [
+            GenerateRequest(
+                request_id=backend_request_id(completion_id, i),
+                model=asked.model,
+                prompt=prompt,
+                params=params,
+                plan=plan,
+                priority=promise.sla.priority,
+                ttft_target_s=promise.sla.ttft_target_s,
+                tpot_target_s=promise.sla.tpot_target_s,
+                deadline_s=deadline_s,
+                flow=tenant.id,
+                weight=tenant.weight,
+                salt=salt,
+                echo=isinstance(asked, CompletionRequest) and bool(asked.echo),
+            )
+            for i, prompt in enumerate(asked.prompts())
+        ]
 
-def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint) -> Label:
-    tier_asked = isinstance(asked, ChatRequest) and asked.service_tier is not None
+    @contextmanager
+    def _admission(
+        self, tenant: Tenant, completion_id: str, requests: Sequence[GenerateRequest], record: RequestRecord
+    ) -> Iterator[None]:
+        """Count the request against its tenant's limits while it runs. Raises `TooManyRequests`."""
+        num_estimated = estimated_tokens([each.prompt for each in requests])
+        quota = self._quotas.of(tenant)
+        with (
+            quota.admitted(num_estimated, lambda: record.num_tokens),
+            self._in_flight.holding(completion_id, record),
+        ):
+            yield
+
+
+def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint, promise: Promise) -> Label:
     return Label(
         id=endpoint.id_prefix + uuid.uuid4().hex,
         created=int(time.time()),
@@ -88,32 +144,8 @@ def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint) -> Label:
         num_choices=asked.num_choices,
         # A whole answer is folded from the chunks of a stream, and always says what it used.
         includes_usage=asked.includes_usage or not asked.streams,
-        service_tier="default" if tier_asked else UNSET,
+        service_tier=promise.tier,
     )
-
-
-def _requests(
-    asked: ChatRequest | CompletionRequest,
-    tenant: Tenant,
-    plan: ServingPlan,
-    completion_id: str,
-    deadline_s: float | None,
-) -> list[GenerateRequest]:
-    tenant.check_n(asked.num_choices)
-    params = asked.params(tenant.limits.max_tokens)
-    return [
-        GenerateRequest(
-            # Not the client's request id, which it may use twice.
-            request_id=f"{completion_id}-{i}",
-            model=asked.model,
-            prompt=prompt,
-            params=params,
-            plan=plan,
-            deadline_s=deadline_s,
-            echo=isinstance(asked, CompletionRequest) and bool(asked.echo),
-        )
-        for i, prompt in enumerate(asked.prompts())
-    ]
 
 
 def _deadline_s(request: Request[Any, Any, Any], record: RequestRecord) -> float | None:

@@ -50,10 +50,26 @@ def auto_or(reader: Reader) -> Reader:
     return read
 
 
+def none_or(reader: Reader) -> Reader:
+    """The text `none`, or what `reader` reads."""
+
+    def read(raw: object) -> Any:
+        return raw if raw == "none" else reader(raw)
+
+    return read
+
+
 def text(raw: object) -> str:
     """A text that is not empty."""
     if not isinstance(raw, str) or not raw.strip():
         raise ValueError("a text")
+    return raw
+
+
+def key_hash(raw: object) -> str:
+    """The hash of a key, as `surefoot key new` prints it."""
+    if not isinstance(raw, str) or not re.fullmatch("sha256:[0-9a-f]{64}", raw):
+        raise ValueError("what `surefoot key new` prints: 'sha256:' and 64 lower-case hexadecimal digits")
     return raw
 
 

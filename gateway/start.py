@@ -22,7 +22,9 @@ from .http_settings import HttpSettings
 from .logs import configure_logs
 from .server import serve
 from .settings import ServeSettings, SettingsError, check_exposure
+from .sla import Classes, load_classes
 from .tenants import Tenants, load_tenants
+from .usage_store import UsageStore
 
 SHARED_WITH_ENGINE = (
     "cache_dir",
@@ -39,19 +41,29 @@ EXIT_NO_MODEL = 1
 """The exit status for a model that cannot be loaded."""
 
 
-def run_gateway(settings: ServeSettings) -> int:
-    """Serve until told to stop; returns the process's exit status.
+def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
+    """Serve until told to stop; returns the process's exit status. Without `usage_file` usage is not kept.
 
-    Raises `SettingsError`, `TenantFileError` or `ModelNotFound` before anything is started.
+    Raises `SettingsError`, `TenantFileError`, `ClassesError`, `UsageError` or `ModelNotFound` before anything
+    is started.
     """
     configure_logs(settings.log_format, settings.log_level)
     tenants = Tenants() if settings.tenants is None else load_tenants(settings.tenants)
     check_exposure(settings.host, tenants.keys_required)
+    classes = Classes() if settings.classes is None else load_classes(settings.classes)
+    for tenant in tenants.everyone:
+        classes.check_tenant(tenant)
     # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
     sys.setswitchinterval(0.001)
     backend = make_backend(engine_options(settings), progress=_tell)
-    http = HttpSettings(max_body_bytes=int(settings.max_body_bytes), keep_alive_s=settings.keep_alive_s)
-    app = create_app([backend], tenants, BaselinePolicy(), http)
+    http = HttpSettings(
+        max_body_bytes=int(settings.max_body_bytes),
+        keep_alive_s=settings.keep_alive_s,
+        classes=classes,
+        admin_key_hash=settings.admin_key_hash,
+    )
+    usage_store = None if usage_file is None else UsageStore(usage_file)
+    app = create_app([backend], tenants, BaselinePolicy(), http, usage_store=usage_store)
     return serve(
         app,
         settings.host,

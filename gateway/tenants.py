@@ -6,8 +6,15 @@
 
     [limits]                               # each may be left out
     max_concurrent_requests = 16
+    requests_per_minute = 600
+    tokens_per_minute = 100_000
     max_tokens = 1024
     max_n = 4
+
+    [classes]                              # of gateway/sla.py; likewise
+    default = "standard"
+    allowed = ["standard", "batch"]        # without it: all
+    reserved = "interactive"               # what `service_tier: scale` means
 
 Only hashes are stored. Keys are 256 random bits, so a single SHA-256 is enough: the slow, salted hashes that
 passwords need make guessing costly, and nobody guesses 256 bits. It also lets a key be found by its hash in a
@@ -21,9 +28,7 @@ import hashlib
 import re
 import secrets
 import tomllib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +37,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields
 
 from .decode import did_you_mean
-from .errors import InvalidKey, InvalidValue, TooManyRequests
+from .errors import InvalidKey, InvalidValue
 
 KEY_PREFIX = "sf-"
 ID_WORDS = (
@@ -92,11 +97,11 @@ LOCAL_TENANT = Tenant(id="local", key_hashes=())
 
 
 class Tenants:
-    """All tenants, and what each has running. Without any, everybody is `LOCAL_TENANT`."""
+    """All tenants, by their keys. Without any, everybody is `LOCAL_TENANT`."""
 
     def __init__(self, tenants: Sequence[Tenant] = ()) -> None:
+        self.everyone = tuple(tenants)
         self._by_hash = {key_hash: tenant for tenant in tenants for key_hash in tenant.key_hashes}
-        self._num_running: Counter[str] = Counter()
 
     @property
     def keys_required(self) -> bool:
@@ -107,31 +112,24 @@ class Tenants:
         """The tenant of an `Authorization` header. Raises `InvalidKey`."""
         if not self.keys_required:
             return LOCAL_TENANT
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise InvalidKey("No API key: send it in the header 'Authorization: Bearer <key>'.")
-        tenant = self._by_hash.get(hash_key(key.strip()))
+        tenant = self._by_hash.get(hash_key(bearer_key(authorization)))
         if tenant is None:
             raise InvalidKey("Incorrect API key.")
         return tenant
-
-    @contextmanager
-    def running(self, tenant: Tenant) -> Iterator[None]:
-        """Count a request as running within the block. Raises `TooManyRequests`."""
-        limit = tenant.limits.max_concurrent_requests
-        if limit is not None and self._num_running[tenant.id] >= limit:
-            raise TooManyRequests(f"You have {limit} requests running, which is your limit: try again later.")
-        self._num_running[tenant.id] += 1
-        try:
-            yield
-        finally:
-            self._num_running[tenant.id] -= 1
 
 
 def new_key() -> tuple[str, str]:
     """A key, to be shown once, and its hash for a tenant file."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     return key, hash_key(key)
+
+
+def bearer_key(authorization: str | None) -> str:
+    """The key in an `Authorization` header. Raises `InvalidKey`."""
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise InvalidKey("No API key: send it in the header 'Authorization: Bearer <key>'.")
+    return key.strip()
 
 
 def hash_key(key: str) -> str:

@@ -201,6 +201,10 @@ def test_one_event_per_request() -> None:
         "prompt_tokens": 3,
         "output_tokens": 4,
         "cached_tokens": 0,
+        "class": "standard",
+        "tier": "default",
+        "preemptions": 0,
+        "within_target": True,
         "finish_reason": "stop",
     }
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from litestar.testing import TestClient
 
 from surefoot.backends.fake import FakeBackend, Script
-from surefoot.gateway.app import create_app
 from surefoot.gateway.errors import InvalidKey
 from surefoot.gateway.tenants import (
     LOCAL_TENANT,
@@ -24,9 +21,8 @@ from surefoot.gateway.tenants import (
     load_tenants,
     new_key,
 )
-from surefoot.policies.baseline import BaselinePolicy
 
-from .harness import Serve
+from .harness import Serve, bearer, client_of
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
@@ -43,20 +39,6 @@ def write(tmp_path: Path) -> Write:
         return tmp_path
 
     return write_file
-
-
-@contextmanager
-def client_of(*tenants: Tenant, backend: FakeBackend | None = None) -> Iterator[TestClient]:
-    """A client of a gateway with these tenants."""
-    app = create_app([backend or FakeBackend()], Tenants(tenants), BaselinePolicy())
-    with TestClient(app) as client:
-        assert client.get("/health/ready").status_code == 200
-        yield client
-
-
-def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key."""
-    return {"authorization": f"Bearer {key}"}
 
 
 def test_a_file_is_read(write: Write) -> None:
