@@ -44,10 +44,15 @@ class Delivery(Struct, frozen=True, kw_only=True):
             async with cancel_on_disconnect(receive):
                 with self.admission:
                     async with self.generation:
-                        last = await (self._stream(send) if self.streams else self._whole(send))
+                        last = await (self._stream(send) if self.streams else self._whole())
         except ClientGone:
             self.record.client_gone = True
             return
+        if not self.streams:
+            # Only now, so that its headers tell what is left of the tenant's limits after this request.
+            await send_start(
+                send, 200, {"content-type": "application/json", "content-length": str(len(last))}
+            )
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _stream(self, send: Send) -> bytes:
@@ -63,13 +68,11 @@ class Delivery(Struct, frozen=True, kw_only=True):
             return sse.data_event(self._explain(error))
         return sse.DONE
 
-    async def _whole(self, send: Send) -> bytes:
+    async def _whole(self) -> bytes:
         made = await self._opening()
         async with aclosing(self._chunks(None)) as chunks:
             made += [chunk async for chunk in chunks]
-        body = msgspec.json.encode(self.answer.fold(made))
-        await send_start(send, 200, {"content-type": "application/json", "content-length": str(len(body))})
-        return body
+        return msgspec.json.encode(self.answer.fold(made))
 
     async def _opening(self) -> list[Any]:
         started = await self.generation.started()

@@ -1,8 +1,8 @@
 """What each tenant may do in a minute and at once, and the headers that say what is left of it.
 
 A limit per minute is a bucket that holds a minute's worth and refills steadily: nothing is carried over
-beyond that. A request takes its place and an estimate of its prompt's tokens when it is admitted; when it ends,
-however it ends, the estimate is replaced by what the prompt had and what was sent. So a bucket can be
+beyond that. A request takes its place and an estimate of its prompt's tokens when it is admitted; when it
+ends, however it ends, the estimate is replaced by what the prompt had and what was sent. So a bucket can be
 overdrawn, and then refills until requests are admitted again.
 """
 

@@ -99,7 +99,7 @@ class Classes:
         return max(below, key=lambda name: self._classes[name].priority, default=tenant.default)
 
     def check_tenant(self, tenant: Tenant) -> None:
-        """Raise `ClassesError` if a tenant's file names an unknown class, or a default that is not allowed."""
+        """Raise `ClassesError` if a tenant's file names an unknown class, or a default that it forbids."""
         classes = tenant.classes
         for name in (classes.default, classes.reserved, *(classes.allowed or ())):
             if name is not None and name not in self._classes:

@@ -38,7 +38,7 @@ class UsageBook:
         """Count a request that is over, if it was taken or refused; cheap."""
         row = usage_row(record, datetime.fromtimestamp(self._clock.time(), UTC).date().isoformat())
         if row is not None:
-            self._add(row)
+            self.add(row)
 
     async def read(self, wanted: UsageFilter) -> list[UsageRow]:
         """All that was counted until now. Raises `sqlite3.Error`."""
@@ -56,7 +56,7 @@ class UsageBook:
             except sqlite3.Error as error:
                 self._log.error("usage.write_failed", exc_info=error)
                 for row in batch.values():
-                    self._add(row)
+                    self.add(row)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -79,7 +79,8 @@ class UsageBook:
                 await asyncio.wait_for(ended.wait(), self._write_period_s)
             await self.write()
 
-    def _add(self, row: UsageRow) -> None:
+    def add(self, row: UsageRow) -> None:
+        """Count a row; cheap."""
         known = self._pending.get(row.key)
         self._pending[row.key] = row if known is None else known + row
 

@@ -244,7 +244,7 @@ def test_dockerfile() -> None:
 
 
 def test_image_settings() -> None:
-    """The image's variables are settings: it listens on all addresses and keeps cache and usage in volumes."""
+    """The image's variables are settings: it listens on all addresses; cache and usage are in volumes."""
     variables = dict(pair.split("=", 1) for step in dockerfile()["ENV"] for pair in step.split())
     settings = resolve({}, variables).settings
     assert resolve({"tenants": "t"}, variables).usage_file == Path("/var/lib/surefoot/usage.db")
