@@ -27,10 +27,10 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench-main peers bench-peers lock clean
+.PHONY: help serve test check format bench-main bench-prefix bench-tenants peers bench-peers lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(RUNTIME) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@exec $(BIN)/surefoot serve $(ARGS)
@@ -53,6 +53,12 @@ format: $(DEV) ## Format the code and apply ruff's safe fixes
 
 bench-main: $(RUNTIME) ## Measure the main job's bars (ARGS="--rounds 1 ...")
 	@$(BIN)/python -m surefoot.bench.main_job $(ARGS)
+
+bench-prefix: $(RUNTIME) ## Measure what a prefix hit saves, and whether tenants can be timed
+	@$(BIN)/python -m surefoot.bench.prefix_job $(ARGS)
+
+bench-tenants: $(RUNTIME) ## Measure tenant files and policies (ARGS="--files 10000")
+	@$(BIN)/python -m surefoot.gateway.tenants_bench $(ARGS)
 
 peers: $(PEERS) ## Build llama.cpp, to be compared with (10 to 20 minutes; JOBS=2)
 

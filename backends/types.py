@@ -103,9 +103,11 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     A higher `priority` runs first. `ttft_target_s` and `tpot_target_s` are what was promised for the first
     token and for each one after it, None for no promise; both, like `deadline_s` (None: no deadline), count
     from the moment the backend is asked. Requests of one `flow` share its `weight` with one another: between
-    flows of one priority, service is proportional to weight. Prefix blocks are shared within one `salt` only.
-    `flow` and `salt` are opaque to a backend. `echo` asks for a `PromptEcho` event (with log-probabilities of
-    the prompt's tokens if `params.logprobs` is set).
+    flows of one priority, service is proportional to weight. `kind` names traffic that resembles itself, so
+    that what drafts were worth in it can be learnt. Prefix blocks are shared within one `salt` only. All of
+    `flow`, `kind` and `salt` are opaque to a backend. `prediction` is text that much of the output may
+    repeat. `echo` asks for a `PromptEcho` event (with log-probabilities of the prompt's tokens if
+    `params.logprobs` is set).
     """
 
     request_id: str
@@ -119,7 +121,9 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     flow: str = ""
     weight: float = 1.0
+    kind: str = ""
     salt: str = ""
+    prediction: str | None = None
     echo: bool = False
 
 
@@ -183,6 +187,21 @@ class Usage(Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
 
 
+class SpeculationUsage(Struct, frozen=True, kw_only=True):
+    """Of one request: drafts that were verified, their tokens, and how many of those were accepted.
+
+    `predicted` are those that came from the request's prediction. `accepted_at[j]` counts drafts whose token
+    j was accepted.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_accepted_predicted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+
 class Timings(Struct, frozen=True, kw_only=True):
     """Where a request's time went: until its first step, its first token, and per token after that."""
 
@@ -198,6 +217,7 @@ class Finished(Struct, frozen=True, tag=True):
     usage: Usage
     timings: Timings
     num_preemptions: int = 0
+    speculation: SpeculationUsage | None = None
 
 
 Event = Started | PromptEcho | Chunk | Finished
@@ -254,14 +274,34 @@ class SchedulerView(Struct, frozen=True, kw_only=True):
 
 
 class BackendStats(Struct, frozen=True, kw_only=True):
-    """What a backend's metrics are made of. Counters only grow, across engine restarts too."""
+    """What a backend's metrics are made of. Counters only grow, across engine restarts too.
+
+    A block is used, cached (free, with content that a request may find again) or plainly free. The prefix
+    cache's queries and hits are prompt tokens: those that were looked up, and those found.
+    """
 
     num_waiting: int = 0
     num_running: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0
+    num_blocks_cached: int = 0
     prompt_tokens_total: int = 0
     output_tokens_total: int = 0
     preemptions_total: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    prefix_cache_evictions_total: int = 0
     steps_total: int = 0
+    step_tokens_total: int = 0
+    """Tokens that steps ran, prefill and recomputation included."""
+    step_sequences_total: int = 0
+    """Sequences of each step, summed over steps: by `steps_total` it is the mean batch size."""
+    step_budget_total: int = 0
+    """Tokens that the steps' budgets allowed: what `step_tokens_total` is a part of."""
+    step_predicted_s_total: float = 0.0
+    step_measured_s_total: float = 0.0
+    last_step_sequences: int = 0
+    last_step_tokens: int = 0
+    refusals_total: dict[str, int] = field(default_factory=dict)
+    """Requests that were not let in, by `Overloaded.reason`."""
     engine_restarts_total: int = 0

@@ -1,7 +1,7 @@
 """From a backend's events to OpenAI's answers.
 
-There is one way: events become chunks (`ChatAnswer`, `TextAnswer`). A stream sends them as they come; a whole
-answer is folded from the very same chunks, so the two cannot disagree.
+There is one way: events become pieces of choices (`ChatAnswer`, `TextAnswer`). A stream sends each in a chunk
+as it comes; a whole answer is folded from the very same pieces, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .text_offsets import token_offsets
 
 ChunkBody = body.ChatChunk | body.TextCompletion
 WholeBody = body.ChatCompletion | body.TextCompletion
-C = TypeVar("C", bound=ChunkBody)
 P = TypeVar("P", bound=body.ChatChunkChoice | body.TextChoice)
 
 # What OpenAI sends for a token whose probability is 0; JSON has no infinity.
@@ -37,20 +36,23 @@ class Label(Struct, frozen=True, kw_only=True):
     service_tier: str = "default"
 
 
-class Answer(Protocol[C]):
-    """Makes chunks from events. `prompt` is the event's place in the request's list of prompts."""
+class Answer(Protocol[P]):
+    """Makes pieces from events. `prompt` is the event's place in the request's list of prompts."""
 
-    def opening(self, fingerprint: str) -> Iterator[C]:
-        """The chunks before any token."""
+    def opening(self, fingerprint: str) -> Iterator[P]:
+        """The pieces before any token. Call it first."""
 
-    def chunks(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[C]:
+    def pieces(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[P]:
         """What an event adds."""
 
-    def closing(self, usage: Usage) -> Iterator[C]:
+    def empty(self) -> ChunkBody:
+        """A chunk without a piece: what all chunks have in common."""
+
+    def closing(self, usage: Usage) -> Iterator[ChunkBody]:
         """The chunk of token counts, if it is wanted."""
 
-    def fold(self, chunks: Sequence[C]) -> WholeBody:
-        """The whole answer; `chunks` are all that were made."""
+    def fold(self, pieces: Sequence[P], usage: Usage) -> WholeBody:
+        """The whole answer; `pieces` are all that were made."""
 
 
 def usage_body(usage: Usage) -> body.UsageBody:
@@ -69,21 +71,19 @@ def finite(logprob: float) -> float:
 
 
 class ChatAnswer:
-    """Chunks of a chat: the role first, then text, then why it ended."""
+    """Pieces of a chat: the role first, then text, then why it ended."""
 
     def __init__(self, label: Label) -> None:
         self._label = label
         self._fingerprint: str | None = None
 
-    def opening(self, fingerprint: str) -> Iterator[body.ChatChunk]:
+    def opening(self, fingerprint: str) -> Iterator[body.ChatChunkChoice]:
         """The assistant's role, for each choice."""
         self._fingerprint = fingerprint
         for index in range(self._label.num_choices):
-            yield self._chunk(
-                body.ChatChunkChoice(index=index, delta=body.Delta(role="assistant", content=""))
-            )
+            yield body.ChatChunkChoice(index=index, delta=body.Delta(role="assistant", content=""))
 
-    def chunks(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[body.ChatChunk]:
+    def pieces(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[body.ChatChunkChoice]:
         """Text (with its tokens' log-probabilities), then the finish reason alone."""
         assert isinstance(event, Chunk), "a chat has no echo"
         if event.text or event.logprobs:
@@ -92,25 +92,27 @@ class ChatAnswer:
                 if event.logprobs is None
                 else body.ChatLogprobs([_chat_token(t) for t in event.logprobs])
             )
-            yield self._chunk(
-                body.ChatChunkChoice(
-                    index=event.index, delta=body.Delta(content=event.text), logprobs=logprobs
-                )
+            yield body.ChatChunkChoice(
+                index=event.index, delta=body.Delta(content=event.text), logprobs=logprobs
             )
         if event.finish_reason is not None:
-            yield self._chunk(
-                body.ChatChunkChoice(index=event.index, delta=body.Delta(), finish_reason=event.finish_reason)
+            yield body.ChatChunkChoice(
+                index=event.index, delta=body.Delta(), finish_reason=event.finish_reason
             )
+
+    def empty(self) -> body.ChatChunk:
+        """A chunk without choices."""
+        return self._chunk()
 
     def closing(self, usage: Usage) -> Iterator[body.ChatChunk]:
         """A chunk without choices."""
         if self._label.includes_usage:
-            yield self._chunk(usage=usage_body(usage))
+            yield self._chunk(usage_body(usage))
 
-    def fold(self, chunks: Sequence[body.ChatChunk]) -> body.ChatCompletion:
+    def fold(self, pieces: Sequence[body.ChatChunkChoice], usage: Usage) -> body.ChatCompletion:
         """`chat.completion`."""
-        pieces = _by_index(choice for chunk in chunks for choice in chunk.choices)
-        choices = [_fold_chat_choice(i, pieces[i]) for i in range(self._label.num_choices)]
+        of = _by_index(pieces)
+        choices = [_fold_chat_choice(i, of[i]) for i in range(self._label.num_choices)]
         return body.ChatCompletion(
             id=self._label.id,
             object="chat.completion",
@@ -118,13 +120,11 @@ class ChatAnswer:
             model=self._label.model,
             system_fingerprint=self._fingerprint,
             service_tier=self._label.service_tier,
-            usage=chunks[-1].usage,
+            usage=usage_body(usage),
             choices=choices,
         )
 
-    def _chunk(
-        self, choice: body.ChatChunkChoice | None = None, usage: body.UsageBody | None = None
-    ) -> body.ChatChunk:
+    def _chunk(self, usage: body.UsageBody | None = None) -> body.ChatChunk:
         return body.ChatChunk(
             id=self._label.id,
             object="chat.completion.chunk",
@@ -133,24 +133,24 @@ class ChatAnswer:
             system_fingerprint=self._fingerprint,
             service_tier=self._label.service_tier,
             usage=usage if self._label.includes_usage else UNSET,
-            choices=[] if choice is None else [choice],
+            choices=[],
         )
 
 
 class TextAnswer:
-    """Chunks of a raw completion. A prompt's choices follow those of the prompt before it."""
+    """Pieces of a raw completion. A prompt's choices follow those of the prompt before it."""
 
     def __init__(self, label: Label, num_prompts: int) -> None:
         self._label = label
         self._fingerprint: str | None = None
         self._num_chars = [0] * (num_prompts * label.num_choices)
 
-    def opening(self, fingerprint: str) -> Iterator[body.TextCompletion]:
+    def opening(self, fingerprint: str) -> Iterator[body.TextChoice]:
         """Nothing: text starts with text."""
         self._fingerprint = fingerprint
         return iter(())
 
-    def chunks(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[body.TextCompletion]:
+    def pieces(self, prompt: int, event: PromptEcho | Chunk) -> Iterator[body.TextChoice]:
         """Text and why it ended, together."""
         index = prompt * self._label.num_choices + event.index
         finish_reason = event.finish_reason if isinstance(event, Chunk) else None
@@ -161,22 +161,24 @@ class TextAnswer:
                 else text_logprobs(event.logprobs, self._num_chars[index], event.text)
             )
             self._num_chars[index] += len(event.text)
-            choice = body.TextChoice(
+            yield body.TextChoice(
                 index=index, text=event.text, logprobs=logprobs, finish_reason=finish_reason
             )
-            yield self._completion([choice])
+
+    def empty(self) -> body.TextCompletion:
+        """A chunk without choices."""
+        return self._completion([])
 
     def closing(self, usage: Usage) -> Iterator[body.TextCompletion]:
         """A chunk without choices."""
         if self._label.includes_usage:
             yield self._completion([], usage_body(usage))
 
-    def fold(self, chunks: Sequence[body.TextCompletion]) -> body.TextCompletion:
+    def fold(self, pieces: Sequence[body.TextChoice], usage: Usage) -> body.TextCompletion:
         """`text_completion`, whole."""
-        pieces = _by_index(choice for chunk in chunks for choice in chunk.choices)
-        choices = [_fold_text_choice(i, pieces[i]) for i in range(len(self._num_chars))]
-        usage = chunks[-1].usage
-        return self._completion(choices, usage if isinstance(usage, body.UsageBody) else None)
+        of = _by_index(pieces)
+        choices = [_fold_text_choice(i, of[i]) for i in range(len(self._num_chars))]
+        return self._completion(choices, usage_body(usage))
 
     def _completion(
         self, choices: list[body.TextChoice], usage: body.UsageBody | None = None

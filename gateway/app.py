@@ -14,6 +14,9 @@ from msgspec import json
 from surefoot.backends.base import Backend
 from surefoot.policies.base import Policy
 
+from .admin import AdminKey
+from .admin_routes import TenantAdmin, tenant_routes
+from .admission import Admission
 from .clock import Clock, SystemClock
 from .errors import ClientGone, is_ours, refusal_reason, to_http
 from .http_settings import HttpSettings
@@ -21,12 +24,15 @@ from .in_flight import InFlight
 from .lifecycle import Lifecycle, measured_lag
 from .metrics import Metrics
 from .middleware import RequestBoundary, record_of
+from .observer import Observer
 from .operator_routes import Access, operator_routes
+from .overrides import Overrides
 from .rate_limits import Quotas
 from .record import RequestRecord
 from .router import Router
 from .routes import open_routes, v1_routes
 from .service import Service
+from .tenant_watch import ReloadCollector, TenantWatch
 from .tenants import Tenants
 from .usage import UsageBook
 from .usage_store import UsageStore
@@ -38,26 +44,33 @@ def create_app(
     policy: Policy,
     settings: HttpSettings | None = None,
     *,
+    admin_key: AdminKey | None = None,
+    watch: TenantWatch | None = None,
     usage_store: UsageStore | None = None,
     clock: Clock | None = None,
 ) -> Litestar:
-    """The gateway as an ASGI application. Its lifespan starts and stops the backends.
+    """The gateway as an ASGI application. Its lifespan starts and stops the backends, and the watch if any.
 
     `app.state.lifecycle` is the `Lifecycle`, for whoever runs the application. The application closes
     `usage_store`; without one usage is not kept. `clock` is the machine's unless told otherwise.
     """
-    settings, clock = settings or HttpSettings(), clock or SystemClock()
+    settings, admin_key = settings or HttpSettings(), admin_key or AdminKey(None)
+    clock = clock or SystemClock()
     metrics, lifecycle, router = Metrics(backends), Lifecycle(backends), Router(backends)
-    quotas, in_flight = Quotas(clock), InFlight()
+    overrides, quotas, in_flight = Overrides(), Quotas(clock), InFlight()
     usage = None if usage_store is None else UsageBook(usage_store, clock)
-    service = Service(router, policy, metrics, settings, quotas, in_flight)
-    access = Access(tenants, settings.admin_key_hash)
+    service = Service(router, policy, Observer(overrides), metrics, settings, Admission(quotas, in_flight))
+    metrics.register(ReloadCollector(watch))
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
-        # Usage ends last: the requests that the backends end at shutdown count too.
-        keeping = nullcontext() if usage is None else usage.running()
-        async with keeping, measured_lag(metrics.observe_lag), lifecycle.running():
+        async with (
+            # Usage ends last: the requests that the backends end at shutdown count too.
+            usage.running() if usage else nullcontext(),
+            measured_lag(metrics.observe_lag),
+            lifecycle.running(),
+            watch.running() if watch else nullcontext(),
+        ):
             yield
 
     def observe(record: RequestRecord) -> None:
@@ -68,7 +81,8 @@ def create_app(
     app = Litestar(
         route_handlers=[
             v1_routes(service, router, tenants, quotas),
-            operator_routes(access, backends, in_flight, usage),
+            tenant_routes(TenantAdmin(watch, policy, overrides), admin_key.guard),
+            operator_routes(Access(tenants, admin_key), backends, in_flight, usage),
             open_routes(lifecycle, metrics),
         ],
         exception_handlers={Exception: answer_error},

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, make_dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from surefoot.backends.catalog import ModelNotFound, packaged_models, prepared_models, supported_models
 from surefoot.bench.cli import build_bench_app
 
+from .policy_cli import build_policy_app
 from .settings import EffectiveSettings, SettingsError, default_text, describe, resolve, value_text
 
 EXIT_USAGE = 2
@@ -108,6 +109,44 @@ Of the server that runs with the same settings, or of any file:
     surefoot usage --usage-db /var/lib/surefoot/usage.db
 """
 
+SIMULATE = """\
+Tell what this machine, or a faster one, would promise: trace in, report out.
+
+The server's own scheduler runs in virtual time over what steps cost on this machine,
+as a served engine measured and kept it; nothing is computed, so an hour takes seconds.
+Served within target counts as goodput; what the server would refuse counts against it.
+
+So many requests a second of each class, on this machine and on one ten times as fast:
+
+    surefoot simulate --rate interactive=1 --rate batch=8
+    surefoot simulate --rate interactive=1 --rate batch=80 --speed 10
+
+A trace, and how first-come-first-served would do on it:
+
+    surefoot simulate --trace day.jsonl --json
+    surefoot simulate --trace day.jsonl --scheduler first-come
+
+A trace has a request a line. Needed are arrival_s, prompt_tokens and output_tokens; also
+known are class, priority, ttft_target_s, tpot_target_s, flow, weight, max_tokens and
+prompt_group (requests of one begin with the same tokens):
+
+    {"arrival_s": 0.25, "prompt_tokens": 400, "output_tokens": 60, "class": "interactive"}
+"""
+
+SIMULATE_SETTINGS = (
+    "model",
+    "served_model_id",
+    "weights",
+    "threads",
+    "max_sequences",
+    "max_batched_tokens",
+    "max_waiting",
+    "max_waiting_s",
+    "headroom",
+    "cache_dir",
+)
+"""The settings that can be flags of `simulate`."""
+
 LOSS_SETTINGS = ("model", "weights", "device", "threads", "max_batched_tokens", "cache_dir")
 """The settings that can be flags of `loss`."""
 
@@ -140,6 +179,33 @@ WindowFlag = Annotated[
 ]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SimulateFlags:
+    """What to simulate."""
+
+    trace: Annotated[Path | None, Parameter(help="File of requests, a JSON object a line")] = None
+    rate: Annotated[
+        tuple[str, ...],
+        Parameter(negative="", show_default=False, help="Without a trace: requests a second of a class"),
+    ] = ("interactive=1", "batch=4")
+    duration: Annotated[float, Parameter(help="Without a trace: seconds in which requests arrive")] = 300.0
+    prompt_tokens: Annotated[int, Parameter(help="Without a trace: mean length of prompts")] = 128
+    output_tokens: Annotated[int, Parameter(help="Without a trace: mean length of answers")] = 128
+    seed: Annotated[int, Parameter(help="Without a trace: another seed, other requests")] = 0
+    speed: Annotated[float, Parameter(help="How many times as fast as measured the machine is")] = 1.0
+    scheduler: Annotated[Literal["promise", "first-come"], Parameter(help="Who decides")] = "promise"
+    cost: Annotated[
+        Path | None, Parameter(help="File of step costs [what the model's server kept, else measured now]")
+    ] = None
+    cache_blocks: Annotated[
+        int | None, Parameter(help="Blocks of 16 tokens that the cache has [as the server had]")
+    ] = None
+
+
+DEFAULT_SIMULATION = SimulateFlags()
+
+
 def main() -> None:
     """The console script."""
     sys.exit(run(sys.argv[1:], os.environ))
@@ -160,8 +226,9 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def build_cli(environ: Mapping[str, str]) -> App:
     """The commands, for an environment."""
     flags_type, loss_flags_type = _flags_type(describe()), _flags_type(LOSS_SETTINGS)
-    usage_flags_type = _flags_type(USAGE_SETTINGS)
-    no_flags, no_loss_flags, no_usage_flags = flags_type(), loss_flags_type(), usage_flags_type()
+    simulate_flags_type, usage_flags_type = _flags_type(SIMULATE_SETTINGS), _flags_type(USAGE_SETTINGS)
+    no_flags, no_loss_flags = flags_type(), loss_flags_type()
+    no_simulate_flags, no_usage_flags = simulate_flags_type(), usage_flags_type()
     app = App(name="surefoot", help=ABOUT, version=lambda: version("surefoot"), help_format="plaintext")
     key = App(name="key", help=KEY)
 
@@ -199,12 +266,22 @@ def build_cli(environ: Mapping[str, str]) -> App:
 
         return run_loss(resolve(_given(flags), environ, config).settings, text, tokens, window, as_json=json)
 
+    def simulate(
+        *,
+        what: SimulateFlags = DEFAULT_SIMULATION,
+        json: JsonFlag = False,
+        config: ConfigFlag = None,
+        flags: Any = no_simulate_flags,
+    ) -> int:
+        return _simulate(what, resolve(_given(flags), environ, config), as_json=json)
+
     # The types exist only now, so they cannot stand in the signatures.
     for command, its_type in (
         (serve, flags_type),
         (show_config, flags_type),
         (loss, loss_flags_type),
         (usage, usage_flags_type),
+        (simulate, simulate_flags_type),
     ):
         command.__annotations__["flags"] = Annotated[its_type, Parameter(name="*")]
     app.command(serve, name="serve", help=SERVE)
@@ -212,22 +289,34 @@ def build_cli(environ: Mapping[str, str]) -> App:
     app.command(models, name="models", help=MODELS)
     app.command(usage, name="usage", help=USAGE)
     app.command(loss, name="loss", help=LOSS)
+    app.command(simulate, name="simulate", help=SIMULATE)
     key.command(_key_new, name="new", help=KEY_NEW)
     app.command(key)
     app.command(build_bench_app())
+    app.command(build_policy_app(environ))
     return app
 
 
 def _serve(effective: EffectiveSettings) -> int:
     from .sla import ClassesError
     from .start import run_gateway  # Torch takes seconds to import.
-    from .tenants import TenantFileError
+    from .tenant_files import TenantFileError
     from .usage_store import UsageError
 
     try:
         return run_gateway(effective.settings, effective.usage_file)
     except (TenantFileError, ClassesError, UsageError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
+
+
+def _simulate(what: SimulateFlags, effective: EffectiveSettings, *, as_json: bool) -> int:
+    from .start import SimulationSettings, run_simulation  # Torch takes seconds to import.
+
+    try:
+        settings = SimulationSettings(**asdict(what))
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    return run_simulation(effective.settings, settings, as_json=as_json)
 
 
 def _key_new() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -11,13 +11,14 @@ import structlog
 from litestar.types import Receive, Scope, Send
 from msgspec import Struct
 
-from surefoot.backends.types import Finished, Usage
+from surefoot.backends.types import Finished, Started
 
 from . import sse
 from .answers import Answer
 from .connection import cancel_on_disconnect
 from .errors import ClientGone, is_ours, to_http
-from .generation import Generation
+from .event_sender import EventSender
+from .generation import Arrival, Generation
 from .metrics import GapMeter
 from .record import RequestRecord
 
@@ -57,22 +58,26 @@ class Delivery(Struct, frozen=True, kw_only=True):
 
     async def _stream(self, send: Send) -> bytes:
         opening = await self._opening()
+        chunks = sse.ChunkEvents(self.answer.empty())
         await send_start(send, 200, sse.HEADERS)
-        try:
-            for chunk in opening:
-                await _send_piece(send, sse.data_event(chunk))
-            async with aclosing(self._chunks(self.keep_alive_s)) as chunks:
-                async for chunk in chunks:
-                    await _send_piece(send, sse.KEEP_ALIVE if chunk is None else sse.data_event(chunk))
-        except Exception as error:
-            return sse.data_event(self._explain(error))
+        async with EventSender(send, self.keep_alive_s) as sender:
+            try:
+                for piece in opening:
+                    await sender.send(chunks.event(piece))
+                async for arrival in self.generation.events():
+                    for piece in self._pieces(arrival):
+                        await sender.send(chunks.event(piece))
+                for chunk in self.answer.closing(self.record.usage):
+                    await sender.send(sse.data_event(chunk))
+            except Exception as error:
+                return sse.data_event(self._explain(error))
         return sse.DONE
 
     async def _whole(self) -> bytes:
         made = await self._opening()
-        async with aclosing(self._chunks(None)) as chunks:
-            made += [chunk async for chunk in chunks]
-        return msgspec.json.encode(self.answer.fold(made))
+        async for arrival in self.generation.events():
+            made += self._pieces(arrival)
+        return msgspec.json.encode(self.answer.fold(made, self.record.usage))
 
     async def _opening(self) -> list[Any]:
         started = await self.generation.started()
@@ -80,23 +85,15 @@ class Delivery(Struct, frozen=True, kw_only=True):
             self.record.observe(event)
         return list(self.answer.opening(started[0].system_fingerprint))
 
-    async def _chunks(self, quiet_s: float | None) -> AsyncGenerator[Any, None]:
-        """Chunks of the answer as they come, None for each silence of `quiet_s`."""
-        usages = []
-        async with aclosing(self.generation.events(quiet_s)) as arrivals:
-            async for arrival in arrivals:
-                if arrival is None:
-                    yield None
-                    continue
-                self.record.observe(arrival.event)
-                if isinstance(arrival.event, Finished):
-                    usages.append(arrival.event.usage)
-                    continue
-                self.gaps.observe(arrival.prompt, arrival.event)
-                for chunk in self.answer.chunks(arrival.prompt, arrival.event):
-                    yield chunk
-        for chunk in self.answer.closing(_total(usages)):
-            yield chunk
+    def _pieces(self, arrival: Arrival) -> Iterable[Any]:
+        """What an event adds to the answer."""
+        event = arrival.event
+        self.record.observe(event)
+        if isinstance(event, Finished):
+            return ()
+        assert not isinstance(event, Started), "a request starts once"
+        self.gaps.observe(arrival.prompt, event)
+        return self.answer.pieces(arrival.prompt, event)
 
     def _explain(self, error: Exception) -> msgspec.Struct:
         if not is_ours(error):
@@ -110,15 +107,3 @@ async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> Non
     """Send a response's first line and its headers."""
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-async def _send_piece(send: Send, piece: bytes) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-def _total(usages: list[Usage]) -> Usage:
-    return Usage(
-        num_prompt_tokens=sum(each.num_prompt_tokens for each in usages),
-        num_output_tokens=sum(each.num_output_tokens for each in usages),
-        num_cached_tokens=sum(each.num_cached_tokens for each in usages),
-    )

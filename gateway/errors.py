@@ -10,10 +10,11 @@
     │   └── Unsupported         a documented field, or a value of one, that is not implemented here
     ├── BodyTooLarge            the body exceeds the limit
     ├── HeadTooLarge            the first line and the headers exceed the limit
-    ├── InvalidKey              no key, or one that no tenant has
-    ├── NotAdmin                a key that is right, where the operator's is asked for
+    ├── InvalidKey              no key, one that has expired, or one that no tenant has
+    ├── NotAdmin                a key that is right, where the operators' is asked for
     ├── NotEnabled              something that this server was not set up for
     ├── TooManyRequests         one of the tenant's own limits is reached; `retry_after_s` says until when
+    ├── UnknownTenant           an operator asked for a tenant that is not there
     └── ClientGone              nobody is left to answer
 
 Beside these stand the backends' errors (`backends/errors.py`) and Litestar's for paths and methods. Anything
@@ -80,7 +81,7 @@ class HeadTooLarge(GatewayError):
 
 
 class InvalidKey(GatewayError):
-    """No key was sent, or one that no tenant has."""
+    """No key was sent, one that has expired, or one that no tenant has."""
 
 
 class NotAdmin(GatewayError):
@@ -101,6 +102,10 @@ class TooManyRequests(GatewayError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason
+
+
+class UnknownTenant(GatewayError):
+    """There is no tenant of that id. Only operators ask."""
 
 
 class ClientGone(GatewayError):
@@ -167,6 +172,7 @@ RULES: Mapping[type[BaseException], Rule] = {
     InvalidValue: Rule(400, INVALID, "invalid_value"),
     Unsupported: Rule(400, INVALID, "unsupported_parameter"),
     InvalidKey: Rule(401, INVALID, "invalid_api_key", {"www-authenticate": "Bearer"}),
+    UnknownTenant: Rule(404, INVALID, "unknown_tenant"),
     BodyTooLarge: Rule(413, INVALID, "request_too_large"),
     HeadTooLarge: Rule(431, INVALID, "headers_too_large"),
     NotAdmin: Rule(403, INVALID, "admin_key_required"),

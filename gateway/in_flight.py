@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from .record import RequestRecord
@@ -15,19 +15,15 @@ class InFlight:
         self._records: dict[str, RequestRecord] = {}
 
     @contextmanager
-    def holding(self, completion_id: str, record: RequestRecord) -> Iterator[None]:
-        """Know a request within the block."""
-        self._records[completion_id] = record
+    def holding(self, backend_ids: Sequence[str], record: RequestRecord) -> Iterator[None]:
+        """Know a request within the block, by the id of each of its prompts."""
+        self._records.update(dict.fromkeys(backend_ids, record))
         try:
             yield
         finally:
-            del self._records[completion_id]
+            for each in backend_ids:
+                del self._records[each]
 
-    def find(self, backend_request_id: str) -> RequestRecord | None:
-        """The record behind a backend's request (see `backend_request_id`)."""
-        return self._records.get(backend_request_id.rpartition("-")[0])
-
-
-def backend_request_id(completion_id: str, prompt: int) -> str:
-    """What a backend calls one prompt of a request. Not the client's request id, which it may use twice."""
-    return f"{completion_id}-{prompt}"
+    def find(self, backend_id: str) -> RequestRecord | None:
+        """The record of a backend's request; None if it is not one of ours, or has ended."""
+        return self._records.get(backend_id)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import structlog
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -75,6 +77,12 @@ class RequestBoundary:
         if record.status is None:
             record.status = 499 if record.client_gone else 500
         self._count(record, scope)
+        if record.started and record.observation is not None and self._log.is_enabled_for(logging.DEBUG):
+            # For `surefoot policy replay`.
+            observation = msgspec.to_builtins(record.observation)
+            self._log.debug(
+                "request.planned", request_id=record.request_id, plan=record.plan, observation=observation
+            )
         level = "debug" if record.path.startswith(QUIET_PATHS) and record.error is None else "info"
         getattr(self._log, level)("request.finished", **record.log_fields())
 
@@ -89,6 +97,8 @@ def _own_headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
     headers = {"x-request-id": record.request_id}
     if record.promise is not None:
         headers["x-surefoot-class"] = record.promise.name
+    if record.plan is not None:
+        headers["x-surefoot-plan"] = record.plan
     if record.quota is not None:
         headers |= record.quota.headers()
     return [(name.encode(), value.encode()) for name, value in headers.items()]

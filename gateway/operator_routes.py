@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
 from datetime import date
 from typing import Any
@@ -13,11 +12,12 @@ from msgspec import Struct
 from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, SequenceView
 
+from .admin import AdminKey
 from .decode import did_you_mean
 from .errors import InvalidKey, InvalidValue, NotAdmin, NotEnabled, UnknownField, shortened
 from .in_flight import InFlight
 from .middleware import record_of
-from .tenants import Tenant, Tenants, bearer_key, hash_key
+from .tenants import Tenant, Tenants
 from .usage import UsageBook
 from .usage_store import UsageFilter, UsageRow
 
@@ -72,17 +72,15 @@ class SchedulerBody(Struct, frozen=True):
 class Access:
     """Who may see what: the operator, by its own key, everything; a tenant itself."""
 
-    def __init__(self, tenants: Tenants, admin_key_hash: str | None) -> None:
+    def __init__(self, tenants: Tenants, admin_key: AdminKey) -> None:
         self._tenants = tenants
-        self._admin_key_hash = admin_key_hash
+        self._admin_key = admin_key
 
     def tenant(self, request: AnyRequest) -> Tenant | None:
         """The tenant that asks, None for the operator. Raises `InvalidKey`."""
         authorization = request.headers.get("authorization")
-        if self._admin_key_hash is not None and authorization is not None:
-            key_hash = hash_key(bearer_key(authorization))
-            if hmac.compare_digest(key_hash, self._admin_key_hash):
-                return None
+        if self._admin_key.opens(authorization):
+            return None
         tenant = self._tenants.authenticate(authorization)
         record_of(request.scope).tenant_id = tenant.id
         return tenant
@@ -94,14 +92,14 @@ class Access:
         """
         if self.tenant(request) is None:
             return
-        if self._admin_key_hash is None and self._tenants.keys_required:
+        if self._tenants.keys_required and not self._admin_key.exists:
             raise NotEnabled(
                 "This needs an admin key, and the server has none: make one with `surefoot key new` and"
                 " name its hash in the setting 'admin_key_hash'."
             )
         if self._tenants.keys_required:
             raise NotAdmin("This needs the admin key; yours is a tenant's.")
-        if self._admin_key_hash is not None:
+        if self._admin_key.exists:
             raise InvalidKey("This needs the admin key: send it in the header 'Authorization: Bearer <key>'.")
 
 

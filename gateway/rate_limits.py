@@ -9,20 +9,16 @@ overdrawn, and then refills until requests are admitted again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from msgspec import Struct
-
-from surefoot.backends.types import ChatPrompt, Prompt, TextPrompt
 
 from .clock import Clock
 from .errors import TooManyRequests
 from .tenants import Tenant, TenantLimits
 
 WINDOW_S = 60.0
-BYTES_PER_TOKEN = 4
-"""Of text, roughly, until the tokenizer has counted."""
 CONCURRENCY_RETRY_S = 1.0
 """Nobody knows when a running request will end."""
 # Less than any real amount, more than what rounding leaves of a wait that was served to its end.
@@ -158,11 +154,6 @@ class Quotas:
         return quota
 
 
-def estimated_tokens(prompts: Sequence[Prompt]) -> int:
-    """About how many tokens prompts have; exact where they are token ids."""
-    return sum(_estimate(prompt) for prompt in prompts)
-
-
 def duration_text(seconds: float) -> str:
     """A duration as OpenAI writes it: `120ms`, `1.5s`, `6m0s`. Rounded up, to be safe to wait for."""
     ms = math.ceil(seconds * 1000 - SLACK)
@@ -174,13 +165,3 @@ def duration_text(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes}m{text}"
     return f"{minutes}m{text}" if minutes else text
-
-
-def _estimate(prompt: Prompt) -> int:
-    if isinstance(prompt, ChatPrompt):
-        texts = [str(message["content"]) for message in prompt.messages]
-    elif isinstance(prompt, TextPrompt):
-        texts = [prompt.text]
-    else:
-        return len(prompt.token_ids)
-    return math.ceil(sum(len(text.encode()) for text in texts) / BYTES_PER_TOKEN)

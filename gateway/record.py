@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from surefoot.backends.types import Chunk, Event, Finished, Started, Timings
+from surefoot.backends.types import Chunk, Event, Finished, Started, Timings, Usage
+from surefoot.policies.base import Decision, Observation
 
 from .rate_limits import Quota
 from .sla import Promise, SlaClass
@@ -32,6 +33,10 @@ class RequestRecord(Struct, kw_only=True):
     model: str | None = None
     completion_id: str | None = None
     stream: bool | None = None
+    plan: str | None = None
+    plan_reason: str | None = None
+    observation: Observation | None = None
+    """What the plan was chosen by."""
     counted: bool = False
     """Whether metrics and usage have it already."""
     started: bool = False
@@ -81,17 +86,31 @@ class RequestRecord(Struct, kw_only=True):
             return self.finish_reasons
         return [*self.finish_reasons, "deadline" if self.error == "deadline_exceeded" else "error"]
 
+    def note_plan(self, observation: Observation, decision: Decision) -> None:
+        """Remember what was decided, why, and from what."""
+        self.observation = observation
+        self.plan, self.plan_reason = decision.plan.name, decision.reason
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts over all prompts and choices."""
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
     def observe(self, event: Event) -> None:
         """Count what a backend's event says."""
-        if isinstance(event, Started):
-            self.started = True
-            self.num_prompt_tokens += event.num_prompt_tokens
-        elif isinstance(event, Chunk):
+        if isinstance(event, Chunk):
             self.num_output_tokens += len(event.token_ids)
             if event.token_ids and self.first_token_s is None:
                 self.first_token_s = self.elapsed_s
             if event.finish_reason is not None:
                 self.finish_reasons.append(event.finish_reason)
+        elif isinstance(event, Started):
+            self.started = True
+            self.num_prompt_tokens += event.num_prompt_tokens
         elif isinstance(event, Finished):
             self.num_cached_tokens += event.usage.num_cached_tokens
             self.num_preemptions += event.num_preemptions
@@ -119,6 +138,8 @@ class RequestRecord(Struct, kw_only=True):
                 "tier": self.promise and self.promise.tier,
                 "completion_id": self.completion_id,
                 "stream": self.stream,
+                "plan": self.plan,
+                "plan_reason": self.plan_reason,
                 "prompt_tokens": self.num_prompt_tokens,
                 "output_tokens": self.num_output_tokens,
                 "cached_tokens": self.num_cached_tokens,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from litestar import Request
 from msgspec import Struct
 
 from surefoot.backends.errors import DeadlineExceeded
-from surefoot.backends.types import GenerateRequest
-from surefoot.policies.base import Observation, Policy
+from surefoot.backends.types import GenerateRequest, ServingPlan
+from surefoot.policies.base import Policy
 
+from .admission import Admission
 from .answers import Answer, ChatAnswer, Label, TextAnswer
 from .connection import read_body
 from .decode import decode
@@ -22,10 +22,9 @@ from .delivery import Delivery
 from .errors import InvalidValue
 from .generation import Generation
 from .http_settings import HttpSettings
-from .in_flight import InFlight, backend_request_id
 from .metrics import Metrics
 from .middleware import record_of
-from .rate_limits import Quotas, estimated_tokens
+from .observer import Observer
 from .record import RequestRecord
 from .router import Router
 from .salts import Salts
@@ -56,17 +55,17 @@ class Service:
         self,
         router: Router,
         policy: Policy,
+        observer: Observer,
         metrics: Metrics,
         settings: HttpSettings,
-        quotas: Quotas,
-        in_flight: InFlight,
+        admission: Admission,
     ) -> None:
         self._router = router
         self._policy = policy
+        self._observer = observer
         self._metrics = metrics
         self._settings = settings
-        self._quotas = quotas
-        self._in_flight = in_flight
+        self._admission = admission
         self._salts = Salts()
 
     async def complete(self, request: Request[Any, Any, Any], tenant: Tenant, endpoint: Endpoint) -> Delivery:
@@ -78,15 +77,19 @@ class Service:
         record.promise = promise = self._settings.classes.promise(asked.service_tier, tenant.classes)
         backend = self._router.backend(asked.model, tenant)
         record.model, record.stream = asked.model, asked.streams
+        seen = self._observer.observe(tenant, promise.name, asked.model, asked.prompts(), backend)
+        decision = self._policy.decide(seen)
+        record.note_plan(seen, decision)
         label = _label(asked, endpoint, promise)
-        requests = self._requests(asked, tenant, promise, label.id, _deadline_s(request, record))
+        deadline_s = _deadline_s(request, record)
+        requests = self._requests(asked, tenant, promise, decision.plan, label.id, deadline_s)
         record.completion_id = label.id
         return Delivery(
             generation=Generation(backend, requests),
             answer=endpoint.answer(label, len(requests)),
             record=record,
             gaps=self._metrics.gap_meter(asked.model),
-            admission=self._admission(tenant, label.id, requests, record),
+            admission=self._admission.of(tenant, requests, record),
             streams=asked.streams,
             keep_alive_s=self._settings.keep_alive_s,
         )
@@ -96,16 +99,17 @@ class Service:
         asked: ChatRequest | CompletionRequest,
         tenant: Tenant,
         promise: Promise,
+        plan: ServingPlan,
         completion_id: str,
         deadline_s: float | None,
     ) -> list[GenerateRequest]:
         tenant.check_n(asked.num_choices)
         params = asked.params(tenant.limits.max_tokens)
-        plan = self._policy.decide(Observation(tenant_id=tenant.id, model=asked.model))
         salt = self._salts.salt(tenant.id, asked.prompt_cache_key)
         return [
             GenerateRequest(
-                request_id=backend_request_id(completion_id, i),
+                # Not the client's request id, which it may use twice.
+                request_id=f"{completion_id}-{i}",
                 model=asked.model,
                 prompt=prompt,
                 params=params,
@@ -121,19 +125,6 @@ class Service:
             )
             for i, prompt in enumerate(asked.prompts())
         ]
-
-    @contextmanager
-    def _admission(
-        self, tenant: Tenant, completion_id: str, requests: Sequence[GenerateRequest], record: RequestRecord
-    ) -> Iterator[None]:
-        """Count the request against its tenant's limits while it runs. Raises `TooManyRequests`."""
-        num_estimated = estimated_tokens([each.prompt for each in requests])
-        quota = self._quotas.of(tenant)
-        with (
-            quota.admitted(num_estimated, lambda: record.num_tokens),
-            self._in_flight.holding(completion_id, record),
-        ):
-            yield
 
 
 def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint, promise: Promise) -> Label:

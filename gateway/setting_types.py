@@ -66,16 +66,16 @@ def text(raw: object) -> str:
     return raw
 
 
-def key_hash(raw: object) -> str:
-    """The hash of a key, as `surefoot key new` prints it."""
-    if not isinstance(raw, str) or not re.fullmatch("sha256:[0-9a-f]{64}", raw):
-        raise ValueError("what `surefoot key new` prints: 'sha256:' and 64 lower-case hexadecimal digits")
-    return raw
-
-
 def path(raw: object) -> Path:
     """A path; `~` is the home folder."""
     return Path(raw if isinstance(raw, Path) else text(raw)).expanduser()
+
+
+def key_hash(raw: object) -> str:
+    """The hash of a key."""
+    if not isinstance(raw, str) or not re.fullmatch("sha256:[0-9a-f]{64}", raw):
+        raise ValueError("a hash from `surefoot key new`: sha256: and 64 hexadecimal digits")
+    return raw
 
 
 def one_of(*words: str) -> Reader:
@@ -112,6 +112,14 @@ def seconds(least: float) -> Reader:
         return float(value)
 
     return read
+
+
+def share(raw: object) -> float:
+    """A share of a whole, less than all of it."""
+    value = _number(raw, float)
+    if value is None or not 0 <= value < 1:
+        raise ValueError("a number from 0 to below 1")
+    return float(value)
 
 
 def byte_size(raw: object) -> ByteSize:

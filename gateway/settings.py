@@ -26,6 +26,7 @@ from .setting_types import (
     one_of,
     path,
     seconds,
+    share,
     text,
     whole,
 )
@@ -51,13 +52,16 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
         Path | None,
         Setting(auto_or(path), "Folder of tenant files (auto: none, one local tenant without keys)"),
     ] = None
+    tenants_reload_s: Annotated[
+        float, Setting(seconds(0), "Seconds between looks at the tenant files; 0 looks at SIGHUP only")
+    ] = 1.0
     classes: Annotated[
         Path | None,
         Setting(auto_or(path), "TOML file of SLA classes (auto: interactive, standard and batch)"),
     ] = None
     admin_key_hash: Annotated[
         str | None,
-        Setting(auto_or(key_hash), "Hash of the operator's key, from `surefoot key new` (auto: no such key)"),
+        Setting(auto_or(key_hash), "Hash of the operators' key, from `surefoot key new` (auto: none)"),
     ] = None
     usage_db: Annotated[
         Path | Literal["none"] | None,
@@ -99,6 +103,18 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     max_waiting: Annotated[
         int, Setting(whole(0), "Requests that may wait for their turn; more are told to come back later")
     ] = 1024
+    prefix_cache: Annotated[
+        Literal["on", "off"],
+        Setting(one_of("on", "off"), "Keep what prompts begin with for a tenant's later requests"),
+    ] = "on"
+    max_waiting_s: Annotated[
+        float,
+        Setting(seconds(1), "Seconds of work that may wait, of a request's priority and above"),
+    ] = 600.0
+    headroom: Annotated[
+        float,
+        Setting(share, "Share of sequences and cache that is kept free for higher priorities"),
+    ] = 0.1
     threads: Annotated[
         int | None,
         Setting(auto_or(whole(1)), "CPU threads of the engine (auto: the CPUs this process may use)"),

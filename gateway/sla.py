@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,14 +26,15 @@ from msgspec.structs import fields
 
 from .decode import did_you_mean
 from .errors import InvalidValue, shortened
-from .tenants import ID_WORDS, Tenant, TenantClasses
+from .tenant_files import ID_WORDS
+from .tenants import TenantClasses
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 Target = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class ClassesError(ValueError):
-    """A file of classes, or a tenant's choice of them, cannot be used; the message says where and why."""
+    """A file of classes cannot be used; the message names it."""
 
 
 class SlaClass(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +83,11 @@ class Classes:
     def __init__(self, classes: Mapping[str, SlaClass] = DEFAULT_CLASSES) -> None:
         self._classes = {**DEFAULT_CLASSES, **classes}
 
+    @property
+    def names(self) -> Collection[str]:
+        """What a tenant's file may name."""
+        return self._classes.keys()
+
     def promise(self, service_tier: str | None, tenant: TenantClasses) -> Promise:
         """What a request gets that asks for a tier. The tier must have passed `check_tier`."""
         if service_tier == "scale" and tenant.reserved is not None:
@@ -97,21 +103,6 @@ class Classes:
         limit = self._classes[asked].priority
         below = [name for name in tenant.allowed if self._classes[name].priority <= limit]
         return max(below, key=lambda name: self._classes[name].priority, default=tenant.default)
-
-    def check_tenant(self, tenant: Tenant) -> None:
-        """Raise `ClassesError` if a tenant's file names an unknown class, or a default that it forbids."""
-        classes = tenant.classes
-        for name in (classes.default, classes.reserved, *(classes.allowed or ())):
-            if name is not None and name not in self._classes:
-                raise ClassesError(
-                    f"tenant '{tenant.id}': no SLA class is called '{shortened(name)}'"
-                    f" (there are {', '.join(self._classes)}).{did_you_mean(name, self._classes)}"
-                )
-        if classes.allowed is not None and classes.default not in classes.allowed:
-            raise ClassesError(
-                f"tenant '{tenant.id}': its default class '{classes.default}' is not one of its allowed ones"
-                f" ({', '.join(classes.allowed) or 'none'})"
-            )
 
 
 def check_tier(service_tier: str | None) -> None:

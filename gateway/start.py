@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import ModelError, ModelNotFound
+from surefoot.backends.engine.simulation import SimulationSettings as SimulationSettings  # for the command
+from surefoot.backends.engine.simulation import simulate_machine
+from surefoot.backends.engine.simulation_report import report_text as simulation_text
 from surefoot.backends.engine.start import EngineOptions, make_backend
+from surefoot.backends.engine.trace import TraceError
 from surefoot.backends.engine.weight_mode import WeightMode
-from surefoot.policies.baseline import BaselinePolicy
+from surefoot.policies.base import Policy
+from surefoot.policies.registry import PolicyError, load_policies, serving_policy
 
+from .admin import AdminKey
 from .app import create_app
 from .http_settings import HttpSettings
 from .logs import configure_logs
 from .server import serve
 from .settings import ServeSettings, SettingsError, check_exposure
 from .sla import Classes, load_classes
-from .tenants import Tenants, load_tenants
+from .tenant_folder import TenantFolder
+from .tenant_watch import TenantWatch
+from .tenants import Tenants
 from .usage_store import UsageStore
 
 SHARED_WITH_ENGINE = (
     "cache_dir",
+    "headroom",
     "max_batched_tokens",
     "max_model_len",
     "max_sequences",
     "max_waiting",
+    "max_waiting_s",
     "threads",
     "watchdog_s",
 )
@@ -48,22 +59,25 @@ def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
     is started.
     """
     configure_logs(settings.log_format, settings.log_level)
-    tenants = Tenants() if settings.tenants is None else load_tenants(settings.tenants)
-    check_exposure(settings.host, tenants.keys_required)
+    policies = _policies()
     classes = Classes() if settings.classes is None else load_classes(settings.classes)
-    for tenant in tenants.everyone:
-        classes.check_tenant(tenant)
+    tenants, watch = load_tenants(settings, policies.keys(), classes.names)
+    check_exposure(settings.host, tenants.keys_required)
     # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
     sys.setswitchinterval(0.001)
     backend = make_backend(engine_options(settings), progress=_tell)
     http = HttpSettings(
-        max_body_bytes=int(settings.max_body_bytes),
-        keep_alive_s=settings.keep_alive_s,
-        classes=classes,
-        admin_key_hash=settings.admin_key_hash,
+        max_body_bytes=int(settings.max_body_bytes), keep_alive_s=settings.keep_alive_s, classes=classes
     )
-    usage_store = None if usage_file is None else UsageStore(usage_file)
-    app = create_app([backend], tenants, BaselinePolicy(), http, usage_store=usage_store)
+    app = create_app(
+        [backend],
+        tenants,
+        serving_policy(policies),
+        http,
+        admin_key=AdminKey(settings.admin_key_hash),
+        watch=watch,
+        usage_store=None if usage_file is None else UsageStore(usage_file),
+    )
     return serve(
         app,
         settings.host,
@@ -89,11 +103,36 @@ def run_loss(
     except ModelError as error:
         _tell(f"surefoot: the model could not be loaded: {error}")
         return EXIT_NO_MODEL
-    text = (
-        msgspec.json.format(msgspec.json.encode(report)).decode() + "\n" if as_json else report_text(report)
-    )
-    sys.stdout.write(text)
+    sys.stdout.write(_json(report) if as_json else report_text(report))
     return 0
+
+
+def run_simulation(settings: ServeSettings, what: SimulationSettings, *, as_json: bool) -> int:
+    """Simulate the settings' server and print what it would promise; returns the process's exit status.
+
+    Raises `SettingsError` for what cannot be simulated.
+    """
+    configure_logs(settings.log_format, settings.log_level)
+    try:
+        report = simulate_machine(engine_options(settings), what, progress=_tell)
+    except (TraceError, ModelNotFound) as error:
+        raise SettingsError(str(error)) from error
+    except ModelError as error:
+        _tell(f"surefoot: the model could not be loaded: {error}")
+        return EXIT_NO_MODEL
+    sys.stdout.write(_json(report) if as_json else simulation_text(report))
+    return 0
+
+
+def load_tenants(
+    settings: ServeSettings, policies: Collection[str], classes: Collection[str]
+) -> tuple[Tenants, TenantWatch | None]:
+    """The tenants of the settings' folder, and what keeps them up to date. Raises `TenantFileError`."""
+    if settings.tenants is None:
+        return Tenants(), None
+    folder = TenantFolder(settings.tenants, policies, classes)
+    tenants = Tenants(folder.load().tenants, keys_required=True)
+    return tenants, TenantWatch(folder, tenants, settings.tenants_reload_s)
 
 
 def engine_options(settings: ServeSettings) -> EngineOptions:
@@ -104,6 +143,7 @@ def engine_options(settings: ServeSettings) -> EngineOptions:
         model_id=settings.served_model_id or default_model_id(settings.model),
         weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),
         cache_bytes=settings.cache_memory,
+        prefix_cache=settings.prefix_cache == "on",
         **{name: values[name] for name in SHARED_WITH_ENGINE},
     )
 
@@ -116,6 +156,17 @@ Serving {model_id} at {url}. Try it:
   curl {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 """
+
+
+def _json(report: Struct) -> str:
+    return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
+
+
+def _policies() -> dict[str, Policy]:
+    try:
+        return load_policies()
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _tell(text: str) -> None:

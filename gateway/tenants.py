@@ -6,15 +6,10 @@
 
     [limits]                               # each may be left out
     max_concurrent_requests = 16
-    requests_per_minute = 600
-    tokens_per_minute = 100_000
     max_tokens = 1024
     max_n = 4
 
-    [classes]                              # of gateway/sla.py; likewise
-    default = "standard"
-    allowed = ["standard", "batch"]        # without it: all
-    reserved = "interactive"               # what `service_tier: scale` means
+How a file is read stands in `tenant_files`, and all that it may have in docs/policies.md.
 
 Only hashes are stored. Keys are 256 random bits, so a single SHA-256 is enough: the slow, salted hashes that
 passwords need make guessing costly, and nobody guesses 256 bits. It also lets a key be found by its hash in a
@@ -25,30 +20,21 @@ which no key follows.
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
-import tomllib
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import fields
 
-from .decode import did_you_mean
+from surefoot.policies.bounds import CacheBounds, PlanBounds, ScheduleBounds, SpeculationBounds
+
 from .errors import InvalidKey, InvalidValue
 
 KEY_PREFIX = "sf-"
-ID_WORDS = (
-    "1 to 64 lower-case letters, digits, dots, underscores and hyphens, the first of them a letter or a digit"
-)
-HASH_WORDS = "what `surefoot key new` prints: 'sha256:' and 64 lower-case hexadecimal digits"
 Limit = Annotated[int, Meta(ge=1)]
-
-
-class TenantFileError(ValueError):
-    """A tenant file cannot be used; the message names the file."""
+KeyHash = Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
 
 
 class TenantLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,17 +55,49 @@ class TenantClasses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reserved: str | None = None
 
 
-class Tenant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file. `id` names the tenant in logs and metrics."""
+class TenantKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key that may expire. `label` is for people: whose it is, or what it is for."""
 
-    id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-    key_hashes: Annotated[
-        tuple[Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")], ...], Meta(min_length=1)
-    ]
+    hash: KeyHash
+    expires: Annotated[datetime, Meta(tz=True)] | None = None
+    label: str = ""
+
+
+class TenantValues(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant may and should have: the part of its file that `defaults.toml` can say for all."""
+
     models: tuple[str, ...] | None = None
     weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    policy: str = "baseline"
+    reproducible: bool = False
     classes: TenantClasses = TenantClasses()
     limits: TenantLimits = TenantLimits()
+    speculation: SpeculationBounds = SpeculationBounds()
+    cache: CacheBounds = CacheBounds()
+    schedule: ScheduleBounds = ScheduleBounds()
+
+    @property
+    def bounds(self) -> PlanBounds:
+        """What a policy may choose from."""
+        return PlanBounds(
+            speculation=self.speculation,
+            cache=self.cache,
+            schedule=self.schedule,
+            reproducible=self.reproducible,
+        )
+
+
+class Tenant(TenantValues, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file. `id` names the tenant in logs and metrics. `key_hashes` are those of keys without an end."""
+
+    id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    key_hashes: tuple[KeyHash, ...] = ()
+    keys: tuple[TenantKey, ...] = ()
+
+    @property
+    def all_keys(self) -> tuple[TenantKey, ...]:
+        """Its keys, those without an end first."""
+        return (*(TenantKey(hash=each) for each in self.key_hashes), *self.keys)
 
     def may_use(self, model_id: str) -> bool:
         """Whether the tenant has access to a model."""
@@ -96,26 +114,47 @@ LOCAL_TENANT = Tenant(id="local", key_hashes=())
 """Everybody, where there are no tenant files."""
 
 
+class Grant(Struct, frozen=True):
+    """Whom a key lets in, and until when (a Unix time, None for always)."""
+
+    tenant: Tenant
+    expires_s: float | None
+
+
 class Tenants:
-    """All tenants, by their keys. Without any, everybody is `LOCAL_TENANT`."""
+    """All tenants, by their keys. Without any, everybody is `LOCAL_TENANT`.
 
-    def __init__(self, tenants: Sequence[Tenant] = ()) -> None:
-        self.everyone = tuple(tenants)
-        self._by_hash = {key_hash: tenant for tenant in tenants for key_hash in tenant.key_hashes}
+    `replace` puts others in their place at any moment, from any thread: a request sees the ones or the
+    others. `keys_required` is decided once, so that no replacement can open the server to everybody.
+    """
 
-    @property
-    def keys_required(self) -> bool:
+    def __init__(
+        self,
+        tenants: Sequence[Tenant] = (),
+        *,
+        keys_required: bool | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._by_hash = _grants(tenants)
+        self.keys_required = bool(tenants) if keys_required is None else keys_required
         """Whether requests must carry a key."""
-        return bool(self._by_hash)
+        self._now = now
+
+    def replace(self, tenants: Sequence[Tenant]) -> None:
+        """From now on these are the tenants. What runs keeps the tenant that it began with."""
+        self._by_hash = _grants(tenants)
 
     def authenticate(self, authorization: str | None) -> Tenant:
         """The tenant of an `Authorization` header. Raises `InvalidKey`."""
         if not self.keys_required:
             return LOCAL_TENANT
-        tenant = self._by_hash.get(hash_key(bearer_key(authorization)))
-        if tenant is None:
+        grant = self._by_hash.get(hash_key(bearer_key(authorization)))
+        if grant is None:
             raise InvalidKey("Incorrect API key.")
-        return tenant
+        if grant.expires_s is not None and grant.expires_s <= self._now():
+            ended = datetime.fromtimestamp(grant.expires_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            raise InvalidKey(f"This API key expired on {ended}.")
+        return grant.tenant
 
 
 def new_key() -> tuple[str, str]:
@@ -124,66 +163,22 @@ def new_key() -> tuple[str, str]:
     return key, hash_key(key)
 
 
+def hash_key(key: str) -> str:
+    """The form in which a tenant file has a key."""
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
 def bearer_key(authorization: str | None) -> str:
-    """The key in an `Authorization` header. Raises `InvalidKey`."""
+    """The key in an `Authorization` header. Raises `InvalidKey` where there is none."""
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise InvalidKey("No API key: send it in the header 'Authorization: Bearer <key>'.")
     return key.strip()
 
 
-def hash_key(key: str) -> str:
-    """The form in which a tenant file has a key."""
-    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
-
-
-def load_tenants(folder: Path) -> Tenants:
-    """Read every `*.toml` in a folder. Raises `TenantFileError`, also where there is none."""
-    if not folder.is_dir():
-        raise TenantFileError(f"{folder}: no such folder")
-    files = [(path, _load(path)) for path in sorted(folder.glob("*.toml"))]
-    if not files:
-        # Whoever names a folder means to ask for keys; to serve everybody would be a surprise.
-        raise TenantFileError(
-            f"{folder}: no tenant file (*.toml) in this folder. Make a key with `surefoot key new` and put"
-            f" its line, with an id, into {folder / 'NAME.toml'}; or name no folder, to serve this machine"
-            " alone, without keys"
-        )
-    _refuse_twice([(tenant.id, path) for path, tenant in files], "the id")
-    _refuse_twice([(each, path) for path, tenant in files for each in tenant.key_hashes], "the key hash")
-    return Tenants([tenant for _, tenant in files])
-
-
-def _load(path: Path) -> Tenant:
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        return msgspec.convert(raw, Tenant)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise TenantFileError(f"{path}: {error}") from error
-    except msgspec.ValidationError as error:
-        raise TenantFileError(f"{path}: {_explain(str(error))}") from None
-
-
-def _explain(problem: str) -> str:
-    if match := re.fullmatch(r"Object contains unknown field `(.*?)`( - at `\$\.limits`)?", problem):
-        return _explain_unknown(match[1], within_limits=bool(match[2]))
-    if match := re.fullmatch(r"Expected `str` matching regex .* - at `\$\.(id|key_hashes\[\d+\])`", problem):
-        return f"'{match[1]}' must be {ID_WORDS if match[1] == 'id' else HASH_WORDS}"
-    return problem.replace("Object missing required field", "missing key").replace("`$.", "`")
-
-
-def _explain_unknown(name: str, *, within_limits: bool) -> str:
-    limits = [each.name for each in fields(TenantLimits)]
-    if within_limits:
-        return f"unknown key 'limits.{name}'.{did_you_mean(name, limits)}"
-    if name in limits:
-        return f"unknown key '{name}'. It belongs under [limits]."
-    return f"unknown key '{name}'.{did_you_mean(name, [each.name for each in fields(Tenant)])}"
-
-
-def _refuse_twice(named: Sequence[tuple[str, Path]], what: str) -> None:
-    seen: dict[str, Path] = {}
-    for name, path in named:
-        if name in seen:
-            raise TenantFileError(f"{path}: {what} '{name}' is also in {seen[name]}")
-        seen[name] = path
+def _grants(tenants: Sequence[Tenant]) -> Mapping[str, Grant]:
+    return {
+        key.hash: Grant(tenant, key.expires.timestamp() if key.expires else None)
+        for tenant in tenants
+        for key in tenant.all_keys
+    }

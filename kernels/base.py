@@ -7,7 +7,7 @@ sequence: sequence b owns rows `cu_rows[b]:cu_rows[b + 1]`, in order of position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -80,6 +80,15 @@ class SampleRows(Struct, frozen=True, kw_only=True):
     position: Tensor
 
 
+class Program(Protocol):
+    """A function of tensors as an op set noted it down: which kernels it ran, on which memory."""
+
+    def replay(self) -> Tensor:
+        """Run the kernels on what the memory holds now. The result is good until anything is replayed or
+        recorded.
+        """
+
+
 class Ops(Protocol):
     """One implementation of every op."""
 
@@ -104,6 +113,9 @@ class Ops(Protocol):
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add `x` to `residual` in place, return the normed sum."""
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """`rms_norm` of each head of `x` `[N, heads, D]`, in place; `weight` is `[D]`."""
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding, half-split form: `x` `[N, heads, D]`, `cos` and `sin` `[N, rotary_dim / 2]`."""
@@ -167,6 +179,11 @@ class Ops(Protocol):
         row's sequence; 0 for later rows. `max_rows` is that of the longest sequence.
         """
 
+    def keep(self, k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor) -> None:
+        """Round rows of `k` and `v` `[N, G, D]` to the dtype of `kept_k` and `kept_v`, in place, and copy
+        them there.
+        """
+
     def commit(
         self,
         cache: Tensor,
@@ -189,3 +206,10 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """Token ids `[R]` (int64) of processed `logits` `[R, V]` float32 by the Gumbel rule."""
+
+    def record(self, forward: Callable[[], Tensor]) -> Program | None:
+        """Note down what `forward` does, without doing it. It may call ops and take views, and it must read
+        and write memory that stays where it is; what it computes may depend on the memory's content.
+
+        None where this op set or this function cannot be recorded.
+        """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -52,6 +52,10 @@ class ReferenceOps:
         """The sum stays in `residual`."""
         residual += x
         return self.rms_norm(residual, weight, eps)
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """Each head by itself."""
+        x.copy_(self.rms_norm(x, weight, eps))
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Su et al. 2021, arXiv 2104.09864; dimensions beyond the rotary ones pass through."""
@@ -154,6 +158,12 @@ class ReferenceOps:
             own[:, : len(seen)] = _mass(q[row], seen, scale, observed.lse[row])
         return mass
 
+    def keep(self, k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor) -> None:
+        """Through the kept rows and back."""
+        for rows, kept in ((k, kept_k), (v, kept_v)):
+            kept.copy_(rows)
+            rows.copy_(kept)
+
     def commit(
         self,
         cache: Tensor,
@@ -192,6 +202,9 @@ class ReferenceOps:
             noise = gumbel_noise(int(rows.seed[r]), int(rows.choice[r]), int(rows.position[r]), len(scaled))
             tokens[r] = (scaled + noise.to(scaled.device)).argmax()
         return tokens
+
+    def record(self, forward: Callable[[], Tensor]) -> None:
+        """There are no kernels of ours to note down."""
 
 
 def _slots(past: Past, sequence: int, layout: BlockLayout) -> Slots:

@@ -8,16 +8,64 @@ from msgspec import Struct
 
 from surefoot.backends.types import ServingPlan
 
+from .bounds import PlanBounds
+
+
+class GuardVerdict(Struct, frozen=True):
+    """An optimisation (`speculation` or `cache`) that is to be held back for now, and why."""
+
+    optimisation: str
+    reason: str
+
 
 class Observation(Struct, frozen=True, kw_only=True):
-    """All that a decision may depend on."""
+    """All that a decision may depend on; None for what is not known."""
 
     tenant_id: str
     model: str
+    policy: str = "baseline"
+    """The policy that the tenant's file names."""
+    service_class: str = "standard"
+    kind: str = "chat"
+    """The kind of traffic: `chat` or `text`, by the endpoint."""
+    num_prompt_tokens: int | None = None
+    """Exact for prompts of token ids, else an estimate."""
+    cache_pressure: float = 0.0
+    """Share of the cache's blocks in use, 0 to 1."""
+    load: int = 0
+    """Requests that run or wait in the backend."""
+    acceptance: float | None = None
+    """Share of drafted tokens that were accepted lately, of this tenant and kind."""
+    quality_loss: float | None = None
+    """Nats per token that the tenant's plans of this kind lost lately against the baseline."""
+    hour: float = 0.0
+    """Hours since midnight, UTC; passed in, because a policy has no clock."""
+    override: str | None = None
+    """What an operator forces for now: a name of `wrappers.FORCIBLE`."""
+    verdicts: tuple[GuardVerdict, ...] = ()
+    bounds: PlanBounds = PlanBounds()
+
+
+class Step(Struct, frozen=True):
+    """What one rule said on the way to a decision."""
+
+    rule: str
+    says: str
+
+
+class Decision(Struct, frozen=True):
+    """A plan and why: one sentence without a full stop, so that a wrapper may go on.
+
+    `steps` has what each rule said, in order, where a policy has several.
+    """
+
+    plan: ServingPlan
+    reason: str
+    steps: tuple[Step, ...] = ()
 
 
 class Policy(Protocol):
     """Chooses the plan of one request."""
 
-    def decide(self, observation: Observation) -> ServingPlan:
-        """A pure function: the same observation gives the same plan."""
+    def decide(self, observation: Observation) -> Decision:
+        """A pure function: the same observation gives the same decision."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from surefoot.backends.types import BASELINE_PLAN, ServingPlan
+from surefoot.backends.types import BASELINE_PLAN
 
-from .base import Observation
+from .base import Decision, Observation
 
 
 class BaselinePolicy:
     """Always `BASELINE_PLAN`."""
 
-    def decide(self, observation: Observation) -> ServingPlan:
+    def decide(self, observation: Observation) -> Decision:
         """Full-precision cache, no speculation, whatever is observed."""
-        return BASELINE_PLAN
+        return Decision(BASELINE_PLAN, "the policy is baseline, whatever is observed")

@@ -22,6 +22,7 @@ def admit(
     max_model_len: int,
     vocab_size: int,
     now_s: float,
+    prediction_token_ids: tuple[int, ...] = (),
 ) -> Request:
     """Check a request against the model; raises `RequestError`.
 
@@ -51,6 +52,7 @@ def admit(
         max_tokens=room if params.max_tokens is None else params.max_tokens,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         arrived_s=now_s,
+        prediction_token_ids=prediction_token_ids,
     )
 
 

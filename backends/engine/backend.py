@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import queue
 import threading
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar, cast
 
 import structlog
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
-from surefoot.backends.errors import BackendError, EngineFailed, NotReady, Overloaded
+from surefoot.backends.errors import BackendError, EngineFailed, NotReady
 from surefoot.backends.types import (
     BackendState,
     BackendStats,
@@ -36,8 +39,12 @@ from surefoot.backends.types import (
 from surefoot.kernels.base import Ops
 
 from .admission import admit, check_length
+from .door import Door
 from .engine import Engine, EngineCounters, Output
+from .machine_file import MachineCost, save_machine
+from .mailbox import Mailbox
 from .prepare import LoadedModel
+from .scheduler_load import UnitCost, load_of, view_of
 from .sequence import Request
 from .settings import EngineSettings
 from .watchdog import Watchdog
@@ -45,8 +52,14 @@ from .watchdog import Watchdog
 log = structlog.get_logger()
 T = TypeVar("T")
 
+PUBLISH_EVERY_S = 0.25
+"""How often a busy engine says who waits and who runs."""
+
 EXIT_HUNG = 70
 """The exit status of a process whose engine hung, for its supervisor (sysexits' EX_SOFTWARE)."""
+
+QUIET_S = 0.2
+"""An engine that was idle for so long has time for itself."""
 
 
 class EngineParts(Struct, frozen=True):
@@ -55,6 +68,8 @@ class EngineParts(Struct, frozen=True):
     loaded: LoadedModel
     ops: Ops
     cache_dtype: torch.dtype
+    cost_file: Path | None = None
+    """Where the measured cost of steps is kept for `surefoot simulate`; None for nowhere."""
 
 
 class _Add(Struct, frozen=True):
@@ -104,9 +119,13 @@ class EngineBackend:
         self._stats = BackendStats()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._keys = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Event | BackendError]] = {}
-        self._num_sequences = 0
-        """Of the requests in `_streams`."""
+        self._streams: dict[int, Mailbox[Event | BackendError]] = {}
+        self._door = Door(settings)
+        self._view = SchedulerView()
+        self._machine: MachineCost | None = None
+        self._published_s = -math.inf
+        self._last_key = -1
+        """Of the requests that the engine took."""
         self._max_model_len: int | None = None
         self._thread: threading.Thread | None = None
         self._rested = asyncio.Event()
@@ -126,12 +145,12 @@ class EngineBackend:
     @property
     def stats(self) -> BackendStats:
         """As of the engine's last step."""
-        return self._stats
+        return replace(self._stats, refusals_total=dict(self._door.num_refused))
 
     @property
     def scheduler(self) -> SchedulerView:
-        """As of the engine's last step."""
-        return SchedulerView()
+        """As of a step of the last quarter of a second, or the last one before the engine came to rest."""
+        return self._view
 
     async def start(self) -> None:
         """Load, warm up, start the thread."""
@@ -143,6 +162,8 @@ class EngineBackend:
             self._status = BackendStatus(BackendState.FAILED, f"the model could not be loaded: {error}")
             raise
         self._max_model_len = self._engine.max_model_len
+        self._publish()
+        await asyncio.to_thread(self._save_costs)
         self._watchdog = Watchdog(self._settings.watchdog_s, self._on_hang)
         self._thread = threading.Thread(target=self._run, name="surefoot-engine", daemon=True)
         self._thread.start()
@@ -158,14 +179,16 @@ class EngineBackend:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._rested.wait(), drain_s)
         for events in self._streams.values():
-            events.put_nowait(NotReady("the server is shutting down"))
+            events.put(NotReady("the server is shutting down"))
         self._inbox.put(_Stop())
         await asyncio.to_thread(self._thread.join)
         self._watchdog.close()
+        await asyncio.to_thread(self._save_costs)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Backend.generate`."""
         max_model_len = self._check_open()
+        self._door.check_room(request.priority)
         token_ids = await asyncio.to_thread(self._encode, request.prompt, max_model_len)
         self._check_open()
         admitted = admit(
@@ -176,22 +199,23 @@ class EngineBackend:
             vocab_size=self._parts.loaded.model.config.vocab_size,
             now_s=self._clock(),
         )
-        events: asyncio.Queue[Event | BackendError] = asyncio.Queue()
+        self._door.check(request)
+        events: Mailbox[Event | BackendError] = Mailbox(self._loop)
         self._streams[admitted.key] = events
-        self._num_sequences += request.params.n
+        self._door.enter(admitted.key, request, len(token_ids), admitted.max_tokens)
         self._inbox.put(_Add(admitted))
         try:
             yield Started(num_prompt_tokens=len(token_ids), system_fingerprint=self._fingerprint(request))
             while True:
-                event = await events.get()
-                if isinstance(event, BackendError):
-                    raise event
-                yield event
-                if isinstance(event, Finished):
-                    return
+                for event in await events.take():
+                    if isinstance(event, BackendError):
+                        raise event
+                    yield event
+                    if isinstance(event, Finished):
+                        return
         finally:
             del self._streams[admitted.key]
-            self._num_sequences -= request.params.n
+            self._door.leave(admitted.key)
             self._inbox.put(_Abort(admitted.key))
             if not self._streams:
                 self._rested.set()
@@ -202,8 +226,6 @@ class EngineBackend:
             raise EngineFailed(self._status.detail)
         if self._status.state is not BackendState.READY or self._max_model_len is None:
             raise NotReady(self._status.detail)
-        if self._num_sequences >= (limit := self._settings.max_sequences + self._settings.max_waiting):
-            raise Overloaded(f"{limit} answers are running or waiting, which is the limit: try again later")
         return self._max_model_len
 
     def _encode(self, prompt: Prompt, max_model_len: int) -> tuple[int, ...]:
@@ -248,27 +270,42 @@ class EngineBackend:
         with self._watchdog.guard():
             outputs = self._engine.step()
         self._snapshot()
+        if not self._engine.has_work or self._clock() - self._published_s > PUBLISH_EVERY_S:
+            self._publish()
         if outputs:
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
         return True
 
     def _take_messages(self) -> bool:
         """Handle what the event loop sent, and wait for it if the engine is idle; False to stop."""
-        while True:
-            try:
-                message = self._inbox.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
+        while (message := self._next_message()) is not None:
             match message:
                 case _Add(request):
+                    self._last_key = request.key
                     self._engine.add(request)
                 case _Abort(key):
                     self._engine.abort(key)
                 case _Stop():
                     return False
             if not self._engine.has_work:
-                self._engine.pool.check_integrity()
                 self._snapshot()
+                self._publish()
+        return True
+
+    def _next_message(self) -> _Message | None:
+        """What to handle before the next step; None to step now.
+
+        Waits where the scheduler would rather wait for company, and where the engine is idle. An idle engine
+        checks its blocks, which takes milliseconds, when nobody has come for a moment.
+        """
+        wait_s = self._engine.scheduler.wait_s() if self._engine.has_work else QUIET_S
+        try:
+            return self._inbox.get(block=wait_s > 0, timeout=wait_s)
+        except queue.Empty:
+            if self._engine.has_work:
+                return None
+        self._engine.pool.check_integrity()
+        return self._inbox.get()
 
     def _replace_engine(self, error: Exception) -> bool:
         """Tell the failed engine's clients, build and warm up another; False if that fails too."""
@@ -288,6 +325,7 @@ class EngineBackend:
             return False
         self._num_restarts += 1
         self._snapshot()
+        self._publish()
         if self._status.state is BackendState.FAILED:
             self._status = BackendStatus(BackendState.READY)
         log.info("engine.restarted", model=self._model_id)
@@ -300,23 +338,53 @@ class EngineBackend:
             num_running=len(engine.scheduler.running),
             num_blocks=engine.pool.num_blocks,
             num_blocks_used=engine.pool.num_used,
+            num_blocks_cached=engine.pool.num_cached,
             prompt_tokens_total=counters.num_prompt_tokens,
             output_tokens_total=counters.num_output_tokens,
             preemptions_total=counters.num_preemptions,
+            prefix_cache_queries_total=counters.num_queried_tokens,
+            prefix_cache_hits_total=counters.num_cached_tokens,
+            prefix_cache_evictions_total=counters.num_evictions,
             steps_total=counters.num_steps,
+            step_tokens_total=counters.num_rows,
+            step_sequences_total=counters.num_sequence_steps,
+            step_budget_total=counters.num_steps * self._settings.max_batched_tokens,
+            step_predicted_s_total=counters.predicted_s,
+            step_measured_s_total=counters.measured_s,
+            last_step_sequences=0 if engine.last_step is None else engine.last_step.shape.num_sequences,
+            last_step_tokens=0 if engine.last_step is None else engine.last_step.shape.num_rows,
             engine_restarts_total=self._num_restarts,
         )
+
+    def _publish(self) -> None:
+        """Tell the event loop's side who waits, who runs, and what that will take."""
+        engine, settings, now_s = self._engine, self._settings, self._clock()
+        unit = UnitCost.of(engine.costs.cost, settings.max_sequences, settings.max_batched_tokens)
+        self._door.load = load_of(engine.scheduler, unit, self._last_key)
+        self._view = view_of(engine.scheduler, self._door.load, now_s)
+        self._machine = MachineCost(num_blocks=engine.pool.num_blocks, cost=engine.costs.cost)
+        self._published_s = now_s
+
+    def _save_costs(self) -> None:
+        """Keep what steps cost here. A folder that cannot be written is a pity and nothing more."""
+        file = self._parts.cost_file
+        if file is None or self._machine is None:
+            return
+        try:
+            save_machine(file, self._machine)
+        except OSError as error:
+            log.warning("costs.not_saved", reason=error.strerror)
 
     def _dispatch(self, outputs: list[Output]) -> None:
         for output in outputs:
             if (events := self._streams.get(output.key)) is not None:
-                events.put_nowait(output.event)
+                events.put(output.event)
 
     def _fail(self, keys: list[int] | None) -> None:
         """Tell the clients of some requests, or of all."""
         for key in list(self._streams) if keys is None else keys:
             if (events := self._streams.get(key)) is not None:
-                events.put_nowait(EngineFailed("the engine failed while it served this request"))
+                events.put(EngineFailed("the engine failed while it served this request"))
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from surefoot.backends.types import Chunk, FinishReason, TokenLogprob
+from surefoot.backends.types import Chunk, Event, FinishReason, TokenLogprob
 
 
 class IncrementalDetokenizer(Protocol):
@@ -120,3 +120,21 @@ class ChoiceStream:
             logprobs=logprobs if self._has_logprobs else None,
             finish_reason=reason,
         )
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same events with the chunks of one choice that follow one another made one."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, Chunk) and isinstance(last, Chunk) and last.index == event.index:
+            result[-1] = Chunk(
+                event.index,
+                last.text + event.text,
+                last.token_ids + event.token_ids,
+                None if last.logprobs is None else last.logprobs + (event.logprobs or ()),
+                event.finish_reason,
+            )
+        else:
+            result.append(event)
+    return result

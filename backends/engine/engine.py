@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import structlog
 import torch
@@ -16,23 +17,26 @@ from surefoot.backends.types import (
     Event,
     Finished,
     FinishReason,
-    GenerateRequest,
     PromptEcho,
-    SamplingParams,
     TextPrompt,
-    TokenPrompt,
 )
 from surefoot.kernels.base import Ops
-from surefoot.kernels.layout import BLOCK_TOKENS
+from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
 from .block_pool import BlockPool
-from .choice_stream import ChoiceStream
+from .choice_stream import ChoiceStream, joined
+from .cost_model import CostModel, StepSample, StepShape, fit
+from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
-from .runner import ModelRunner, StepInput, build_step
-from .sampler import Sampled, Sampler
-from .scheduler import ScheduledChunk, Scheduler
+from .promise_scheduler import PromiseScheduler
+from .runner import ModelRunner, build_step, kept_rows
+from .sampler import NonFiniteLogits, Sampled, SampledRow, Sampler
+from .scheduler import MakeScheduler, ScheduledChunk, Scheduler, shape_of
 from .sequence import Request, Sequence, SequenceStatus
 from .settings import EngineSettings
+from .speculation.speculator import Speculator
+from .step_input import StepInput
+from .warm_up import Shape, run_shapes, warm_up_requests
 
 log = structlog.get_logger()
 
@@ -48,9 +52,19 @@ class EngineCounters(Struct):
     """What only grows, across engines that replace one another."""
 
     num_steps: int = 0
+    num_rows: int = 0
+    """Tokens that steps ran, recomputed ones included."""
+    num_sequence_steps: int = 0
+    """Sequences of each step, summed over steps."""
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    """What steps took in all, by the cost model and by the clock."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_evictions: int = 0
 
 
 class Engine:
@@ -69,14 +83,28 @@ class Engine:
         cache_dtype: torch.dtype,
         counters: EngineCounters,
         clock: Callable[[], float],
+        make_scheduler: MakeScheduler = PromiseScheduler,
+        speculator: Speculator | None = None,
     ) -> None:
+        """What a `speculator` has learnt is worth keeping when an engine is replaced."""
         self._tokenizer = loaded.tokenizer
         self._clock = clock
         self._runner = ModelRunner(loaded.model, ops, settings, cache_dtype)
         self._sampler = Sampler(ops, loaded.tokenizer)
+        self.speculator = speculator or Speculator(settings.speculation)
         self.pool = BlockPool(self._runner.num_blocks)
         self.counters = counters
-        self.scheduler = Scheduler(settings, self.pool)
+        self._prefix_cache = PrefixCache(
+            self.pool,
+            (loaded.fingerprint, str(cache_dtype), repr(FULL)),
+            between_requests=settings.prefix_cache,
+        )
+        self.costs = CostModel()
+        """What steps cost on this machine; fitted by `warm_up`."""
+        self._settings = settings
+        self._make_scheduler = make_scheduler
+        self.scheduler = self._new_scheduler()
+        self.last_step: StepSample | None = None
         self.max_model_len = min(
             settings.max_model_len or loaded.model.config.max_model_len,
             loaded.model.config.max_model_len,
@@ -96,58 +124,124 @@ class Engine:
         return list(self._requests)
 
     def warm_up(self) -> None:
-        """Run two steps of a throw-away request, so that the first real one meets no first-time cost."""
-        message = GenerateRequest(
-            request_id="warm-up", model="", prompt=TokenPrompt((0,)), params=SamplingParams(ignore_eos=True)
-        )
-        request = Request(message, (0,), key=-1, max_tokens=2, seed=0, arrived_s=self._clock())
+        """Run steps of several shapes: first-time costs are met, and what steps cost is known."""
         counted, self.counters = self.counters, EngineCounters()
-        self.add(request)
-        while self.has_work:
-            self.step()
+        self.costs.refit(fit(run_shapes(self._run_shape, self._clock)))
         self.counters = counted
+        # What it has learned about arrivals and lengths is about throw-away requests.
+        self.scheduler = self._new_scheduler()
+        self.last_step = None
 
     def add(self, request: Request) -> None:
         """Queue a request that `admission` has accepted."""
         params = request.message.params
         self._requests[request.key] = request
+        self._prefix_cache.enter(request)
         continues = not isinstance(request.message.prompt, ChatPrompt)
         for choice in range(params.n):
             detokenizer = self._tokenizer.detokenizer(continues=continues)
             stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
             sequence = Sequence(request, choice, stream)
             request.sequences.append(sequence)
-            self.scheduler.add(sequence)
+            if choice > 0 and request.shares_prompt:
+                sequence.status = SequenceStatus.HELD
+            else:
+                self.scheduler.add(sequence)
 
     def abort(self, key: int) -> None:
         """Forget a request and free its blocks; one that has ended already is no error."""
         request = self._requests.pop(key, None)
         for sequence in request.sequences if request else ():
-            if sequence.status is not SequenceStatus.FINISHED:
-                self.scheduler.finish(sequence)
+            if sequence.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING):
+                self._end(sequence)
+            sequence.status = SequenceStatus.FINISHED
+
+    def _end(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self.speculator.finish(sequence)
 
     def step(self) -> list[Output]:
         """Schedule, run the model, sample, commit, and say what came of it."""
+        begun_s = self._clock()
         outputs = list(self._expire())
         chunks = self.scheduler.schedule()
         self.counters.num_preemptions += self.scheduler.take_preemptions()
+        self.counters.num_evictions += self.pool.take_evictions()
         if not chunks:
             return outputs
         self._mark_started(chunks)
+        chunks = self._add_drafts(chunks)
+        shape = shape_of(chunks)
         step = build_step(chunks)
         logits = self._runner.run(step)
         self._note_prompt_logprobs(chunks, step, logits)
-        sampling = [
-            (chunk.sequence, span[-1])
-            for chunk, span in zip(chunks, step.logit_spans, strict=True)
-            if chunk.samples
-        ]
-        sampled = self._sampler.sample(logits[[row for _, row in sampling]], [seq for seq, _ in sampling])
-        self._runner.commit(step)
+        verified = self._verify(chunks, step, logits)
+        self._runner.commit(step, kept_rows(chunks, verified))
         self._advance(chunks)
-        for (sequence, _), result in zip(sampling, sampled, strict=True):
-            outputs += self._postprocess(sequence, result)
+        for chunk, results in zip(chunks, verified, strict=True):
+            outputs += self._postprocess(chunk, results)
+        self._note_cost(shape, self._clock() - begun_s)
+        if any(chunk.draft for chunk in chunks):
+            self.speculator.counters.realise(sum(map(len, verified)), self._clock() - begun_s)
         return outputs
+
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Let those that decode verify drafts, as far as that is expected to pay and there are blocks."""
+        drafts = self.speculator.draft(chunks, self._settings.max_batched_tokens, self.costs, self._clock())
+        added = []
+        for chunk in chunks:
+            draft = drafts.get(chunk.sequence)
+            length = 0 if draft is None else self.scheduler.reserve(chunk.sequence, len(draft))
+            added.append(
+                ScheduledChunk(chunk.sequence, chunk.num_tokens, draft.cut(length))
+                if draft is not None and length
+                else chunk
+            )
+        return added
+
+    def _verify(
+        self, chunks: list[ScheduledChunk], step: StepInput, logits: Tensor
+    ) -> list[list[Sampled | Exception]]:
+        """For each chunk the tokens that it gets: those of its draft that are what sampling gives at their
+        place, and the one that sampling gives after them. None for a chunk that does not sample.
+        """
+        rows: list[SampledRow] = []
+        places: list[int] = []
+        for chunk, span in zip(chunks, step.logit_spans, strict=True):
+            places += span[len(span) - chunk.num_sampled :]
+            rows += [SampledRow(chunk.sequence, chunk.draft_token_ids[:j]) for j in range(chunk.num_sampled)]
+        if len(places) < len(logits):
+            logits = logits[places]
+        sampled = iter(self._sampler.sample(logits, rows))
+        return [self.speculator.verify(chunk, list(islice(sampled, chunk.num_sampled))) for chunk in chunks]
+
+    def _new_scheduler(self) -> Scheduler:
+        return self._make_scheduler(self._settings, self._prefix_cache, self.costs, self._clock)
+
+    def _run_shape(self, shape: Shape) -> list[StepSample]:
+        for request in warm_up_requests(
+            shape,
+            max_sequences=self._settings.max_sequences,
+            max_model_len=self.max_model_len,
+            num_cache_tokens=self.pool.num_blocks * BLOCK_TOKENS,
+            now_s=self._clock(),
+        ):
+            self.add(request)
+        samples: list[StepSample] = []
+        while self.has_work:
+            self.step()
+            if self.last_step is not None:
+                samples.append(self.last_step)
+        return samples
+
+    def _note_cost(self, shape: StepShape, seconds: float) -> None:
+        numbers = shape.num_rows, shape.num_sequences, shape.num_context_tokens
+        self.counters.num_rows += shape.num_rows
+        self.counters.num_sequence_steps += shape.num_sequences
+        self.counters.predicted_s += self.costs.predict(*numbers)
+        self.counters.measured_s += seconds
+        self.costs.observe(*numbers, seconds)
+        self.last_step = StepSample(shape, seconds)
 
     def _expire(self) -> Iterator[Output]:
         now = self._clock()
@@ -163,37 +257,61 @@ class Engine:
             if request.first_step_s is None:
                 request.first_step_s = now
                 self.counters.num_prompt_tokens += len(request.prompt_token_ids)
+                self.counters.num_queried_tokens += request.num_queried_tokens
+                self.counters.num_cached_tokens += request.num_cached_tokens
 
     def _note_prompt_logprobs(self, chunks: list[ScheduledChunk], step: StepInput, logits: Tensor) -> None:
-        """The row at a prompt's position p predicts the token at p + 1."""
+        """The row at a prompt's position p predicts the token at p + 1. What is known already stays."""
         for chunk, span in zip(chunks, step.logit_spans, strict=True):
             seq = chunk.sequence
             if not seq.wants_prompt_logprobs:
                 continue
-            if seq.num_committed == 0:
-                seq.prompt_logprobs = [self._sampler.unpredicted(seq.token_ids[0])]
-            predicted = seq.token_ids[seq.num_committed + 1 : seq.num_prompt_tokens]
-            for row, token_id in zip(span, predicted, strict=False):
-                seq.prompt_logprobs.append(self._sampler.logprobs_of(logits[row], token_id, seq.params))
+            noted = seq.request.prompt_logprobs
+            if not noted:
+                noted.append(self._sampler.unpredicted(seq.token_ids[0]))
+            for row, position in zip(span, range(seq.num_committed + 1, seq.num_prompt_tokens), strict=False):
+                if position == len(noted):
+                    noted.append(self._sampler.logprobs_of(logits[row], seq.token_ids[position], seq.params))
 
     def _advance(self, chunks: list[ScheduledChunk]) -> None:
         self.counters.num_steps += 1
         for chunk in chunks:
-            chunk.sequence.num_committed += chunk.num_tokens
+            seq = chunk.sequence
+            seq.num_committed += chunk.num_tokens
+            self._prefix_cache.publish(seq)
+            if seq.num_committed >= seq.num_prompt_tokens and not seq.request.has_run_prompt:
+                self._prompt_ran(seq.request)
 
-    def _postprocess(self, seq: Sequence, result: Sampled | Exception) -> list[Output]:
-        """Turn a sampled token into events. Whatever goes wrong here ends this request alone."""
-        key = seq.request.key
-        if seq.status is SequenceStatus.FINISHED:  # another choice of the request failed in this step
-            return []
+    def _prompt_ran(self, request: Request) -> None:
+        """The prompt is in the cache: the choices that were held can begin with it."""
+        request.has_run_prompt = True
+        for sequence in request.sequences:
+            if sequence.status is SequenceStatus.HELD:
+                sequence.status = SequenceStatus.WAITING
+                self.scheduler.add(sequence)
+
+    def _postprocess(self, chunk: ScheduledChunk, results: list[Sampled | Exception]) -> list[Output]:
+        """Turn a chunk's tokens into events. Whatever goes wrong here ends this request alone."""
+        seq, key = chunk.sequence, chunk.sequence.request.key
+        events: list[Event] = []
         try:
-            if isinstance(result, Exception):
-                raise result
-            return [Output(key, event) for event in self._events(seq, result)]
+            for number, result in enumerate(results):
+                if seq.status is SequenceStatus.FINISHED:  # or another choice of the request failed
+                    break
+                if isinstance(result, Exception):
+                    raise result
+                # The token before this one was drafted: its K and V are committed.
+                seq.num_committed += number > 0
+                events += self._events(seq, result)
         except Exception as error:
+            if isinstance(error, NonFiniteLogits):
+                self._prefix_cache.distrust(seq.request)
             self.abort(key)
             log.error("request.faulted", request_id=seq.request.message.request_id, exc_info=error)
             return [Output(key, RequestFault(f"{type(error).__name__} while the answer was generated"))]
+        if len(results) > 1:
+            self._prefix_cache.publish(seq)
+        return [Output(key, event) for event in joined(events)]
 
     def _events(self, seq: Sequence, sampled: Sampled) -> Iterator[Event]:
         request = seq.request
@@ -206,10 +324,15 @@ class Engine:
             self.counters.num_output_tokens += len(chunk.token_ids)
             yield chunk
             if chunk.finish_reason is not None:
-                self.scheduler.finish(seq)
+                self._end(seq)
         if request.is_finished:
             del self._requests[request.key]
-            yield Finished(usage=request.usage, timings=request.timings(self._clock()))
+            yield Finished(
+                usage=request.usage,
+                timings=request.timings(self._clock()),
+                num_preemptions=sum(sequence.num_preemptions for sequence in request.sequences),
+                speculation=request.speculation,
+            )
 
     def _chunks(self, seq: Sequence, sampled: Sampled) -> Iterator[Chunk]:
         """The token's chunk, if its text may be sent yet, and the last one if the choice ends here."""
@@ -235,5 +358,5 @@ class Engine:
             index=seq.choice,
             text=prompt.text if isinstance(prompt, TextPrompt) else self._tokenizer.spell(token_ids),
             token_ids=token_ids,
-            logprobs=tuple(seq.prompt_logprobs) if seq.params.logprobs is not None else None,
+            logprobs=tuple(seq.request.prompt_logprobs) if seq.request.scores_prompt else None,
         )

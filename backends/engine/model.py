@@ -19,7 +19,7 @@ from .weights import WeightSource, layer_prefix
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q [N, H, D], k [N, G, D], v [N, G, D]) -> [N, H, D]`; q and k are normed and rotated.
 
-The three may be views whose row stride is longer than a row.
+The three may be views whose row stride is longer than a row; no one reads them afterwards.
 """
 
 
@@ -68,9 +68,19 @@ class Model:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """`token_ids` and `positions` `[N]` int64 -> normed hidden states `[N, hidden]` float32."""
+        return self.layers(self.embed(token_ids), self.angles(positions), attend)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What the layers start from, `[N, hidden]` float32."""
+        return to_float(rows_of(self._embedding, token_ids))
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary embedding, each `[N, head_dim / 2]` float32."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def layers(self, residual: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Normed hidden states; `residual`, what `embed` gave, is added to in place."""
         ops, eps = self._ops, self.config.rms_norm_eps
-        rope = (self._cos.index_select(0, positions), self._sin.index_select(0, positions))
-        residual = to_float(rows_of(self._embedding, token_ids))
         x = ops.rms_norm(residual, self._first_norm, eps)
         for i, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, x, rope)
@@ -91,16 +101,13 @@ class Model:
         num_q, num_kv = config.num_heads, config.num_kv_heads
         qkv = ops.linear(x, layer.qkv).unflatten(1, (num_q + 2 * num_kv, config.head_dim))
         qk, v = qkv.split((num_q + num_kv, num_kv), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qk.split((num_q, num_kv), dim=1)
-            qk = torch.cat((self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)), dim=1)
+        for norm, heads in zip((layer.q_norm, layer.k_norm), qk.split((num_q, num_kv), dim=1), strict=True):
+            if norm is not None:
+                ops.norm_heads(heads, norm, config.rms_norm_eps)
         if layer.has_rope:
             qk = ops.rope(qk, *rope)
         q, k = qk.split((num_q, num_kv), dim=1)
         return q, k, v
-
-    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._ops.rms_norm(x.flatten(0, 1), weight, self.config.rms_norm_eps).view(x.shape)
 
 
 class _Loader(Struct, frozen=True):

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from surefoot.kernels.base import Ops, Past
 from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
-from .model import Model
+from .model import Attend, Model
+from .replay import StepReplay
 from .scheduler import ScheduledChunk
 from .settings import EngineSettings
-
-
-class StepInput(Struct, frozen=True):
-    """A step as tensors: N rows of B sequences, and which R rows need logits."""
-
-    token_ids: Tensor  # int64 [N]
-    positions: Tensor  # int64 [N]
-    cu_rows: Tensor  # int32 [B + 1]
-    past: Past
-    logit_rows: Tensor  # int64 [R]
-    logit_spans: list[range]  # per sequence, its part of the R rows
-    blocks: Tensor  # int32 [N], where each row will be committed
-    slots: Tensor  # int32 [N]
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens of the step."""
-        return len(self.token_ids)
+from .step_input import StepInput
 
 
 def build_step(chunks: list[ScheduledChunk]) -> StepInput:
     """Lay the chunks' tokens one after the other.
 
-    A chunk that samples needs its last row's logits; one whose prompt is scored needs those of all rows.
+    A chunk that samples needs its last row's logits and those of its draft's rows; one whose prompt is scored
+    needs those of all rows.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -46,14 +32,13 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
     cu_rows = [0]
     for chunk in chunks:
         seq, start = chunk.sequence, chunk.sequence.num_committed
-        span = range(start, start + chunk.num_tokens)
-        token_ids += seq.token_ids[span.start : span.stop]
+        span = range(start, start + chunk.num_rows)
+        token_ids += seq.token_ids[start : start + chunk.num_tokens]
+        token_ids += chunk.draft_token_ids
         positions += span
         blocks += (seq.block_table[position // BLOCK_TOKENS] for position in span)
         cu_rows.append(len(token_ids))
-        first = (
-            cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - 1 if chunk.samples else cu_rows[-1]
-        )
+        first = cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - chunk.num_sampled
         logit_rows += range(first, cu_rows[-1])
         logit_spans.append(range(len(logit_rows) - (cu_rows[-1] - first), len(logit_rows)))
     past_blocks = [chunk.sequence.block_table for chunk in chunks]
@@ -74,6 +59,16 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
         blocks=torch.tensor(blocks, dtype=torch.int32),
         slots=(position_ids % BLOCK_TOKENS).int(),
     )
+
+
+def kept_rows(chunks: Sequence[ScheduledChunk], verified: Sequence[Sequence[object]]) -> list[int] | None:
+    """The step's rows but those of rejected drafts, given the tokens that each chunk gets; None for all."""
+    rows: list[int] = []
+    begin = 0
+    for chunk, results in zip(chunks, verified, strict=True):
+        rows += range(begin, begin + chunk.num_tokens + max(len(results) - 1, 0))
+        begin += chunk.num_rows
+    return None if len(rows) == begin else rows
 
 
 class ModelRunner:
@@ -104,33 +99,34 @@ class ModelRunner:
         self._step_k = torch.zeros(rows, dtype=cache_dtype)
         self._step_v = torch.zeros(rows, dtype=cache_dtype)
         self._scale = config.attention_scale
+        self._replay = StepReplay(model, ops, self._attend, max_rows=settings.max_batched_tokens)
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> Tensor:
-        """Logits `[R, vocab_size]` (float32) of the step's `logit_rows`."""
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            present_k, present_v = self._step_k[layer, : step.num_rows], self._step_v[layer, : step.num_rows]
-            present_k.copy_(k)
-            present_v.copy_(v)
-            return self._ops.attention(
-                q,
-                present_k,
-                present_v,
-                step.cu_rows,
-                self._cache[layer],
-                self._layout,
-                step.past,
-                self._scale,
-            )
-
+        """Logits `[R, vocab_size]` (float32) of the step's `logit_rows`; good until the next run."""
+        replayed = self._replay.run(step)
+        if replayed is not None:
+            return replayed
+        attend = self._attend(step.num_rows, step.cu_rows, step.past)
         hidden = self._model.forward(step.token_ids, step.positions, attend)
         return self._model.logits(hidden[step.logit_rows])
 
+    def _attend(self, num_rows: int, cu_rows: Tensor, past: Past) -> Attend:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._ops.keep(k, v, self._step_k[layer, :num_rows], self._step_v[layer, :num_rows])
+            return self._ops.attention(q, k, v, cu_rows, self._cache[layer], self._layout, past, self._scale)
+
+        return attend
+
     @torch.inference_mode()
-    def commit(self, step: StepInput) -> None:
-        """Write the step's K and V to the cache blocks."""
-        rows = step.num_rows
+    def commit(self, step: StepInput, rows: list[int] | None = None) -> None:
+        """Write K and V of the step's rows, all or those listed, to the cache blocks."""
+        kept = slice(step.num_rows) if rows is None else torch.tensor(rows)
         self._ops.commit(
-            self._cache, self._layout, self._step_k[:, :rows], self._step_v[:, :rows], step.blocks, step.slots
+            self._cache,
+            self._layout,
+            self._step_k[:, kept],
+            self._step_v[:, kept],
+            step.blocks[kept],
+            step.slots[kept],
         )

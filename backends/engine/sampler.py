@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import torch
 from msgspec import Struct
@@ -26,38 +27,49 @@ class Sampled(Struct, frozen=True):
     logprob: TokenLogprob | None
 
 
+class SampledRow(Struct, frozen=True):
+    """A row to sample from: what follows the sequence's tokens and then `drafted` ones."""
+
+    sequence: Sequence
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token that is sampled."""
+        return len(self.sequence.token_ids) + len(self.drafted)
+
+
 class Sampler:
-    """Samples one token for each sequence of a step. A faulty row spoils no other."""
+    """Samples one token for each row. A faulty row spoils no other."""
 
     def __init__(self, ops: Ops, tokenizer: Tokenizer) -> None:
         self._ops = ops
         self._tokenizer = tokenizer
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled | Exception]:
-        """Row r of `logits` `[R, V]` (raw, changed in place) belongs to `sequences[r]`."""
+    def sample(self, logits: Tensor, rows: list[SampledRow]) -> list[Sampled | Exception]:
+        """Row r of `logits` `[R, V]` (raw, changed in place) belongs to `rows[r]`."""
         finite = logits.sum(-1).isfinite().tolist()  # a NaN or an infinity survives every sum
         raw_rows = {
-            r: logits[r].clone() for r, seq in enumerate(sequences) if seq.params.logprobs is not None
+            r: logits[r].clone() for r, row in enumerate(rows) if row.sequence.params.logprobs is not None
         }
         faults: dict[int, Exception] = {}
-        for r, seq in enumerate(sequences):
+        for r, row in enumerate(rows):
             try:
                 if not finite[r]:
-                    raise NonFiniteLogits(
-                        f"the model's logits at position {len(seq.token_ids)} are not finite"
-                    )
-                self._adjust(logits[r], seq)
+                    raise NonFiniteLogits(f"the model's logits at position {row.position} are not finite")
+                self._adjust(logits[r], row)
             except Exception as error:  # one request's fault must stay its own
                 faults[r] = error
                 logits[r] = 0.0
-        token_ids = self._ops.sample(logits, _sample_rows(sequences)).tolist()
+        token_ids = self._ops.sample(logits, _sample_rows(rows)).tolist()
         return [
             faults.get(r)
             or Sampled(
-                token_id, self.logprobs_of(raw_rows[r], token_id, seq.params) if r in raw_rows else None
+                token_id,
+                self.logprobs_of(raw_rows[r], token_id, row.sequence.params) if r in raw_rows else None,
             )
-            for r, (seq, token_id) in enumerate(zip(sequences, token_ids, strict=True))
+            for r, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
         ]
 
     def logprobs_of(self, row: Tensor, token_id: int, params: SamplingParams) -> TokenLogprob:
@@ -80,37 +92,42 @@ class Sampler:
     def _named(self, token_id: int) -> tuple[int, str, bytes]:
         return token_id, self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
 
-    def _adjust(self, row: Tensor, seq: Sequence) -> None:
-        """Apply what the request asks, in vLLM's order: bias and bans, then penalties."""
-        params = seq.params
+    def _adjust(self, logits: Tensor, row: SampledRow) -> None:
+        """Apply what the request asks to `logits` `[V]`, in vLLM's order: bias, bans and masks, penalties."""
+        seq, params = row.sequence, row.sequence.params
         if params.logit_bias:
-            row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
-        if seq.num_output_tokens < params.min_tokens:
-            row[self._banned_until_min_tokens(seq)] = -math.inf
+            bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype)
+            logits[list(params.logit_bias)] += bias
+        if seq.num_output_tokens + len(row.drafted) < params.min_tokens:
+            logits[self._banned_until_min_tokens(seq)] = -math.inf
+        if seq.mask is not None:
+            logits[~seq.mask.allowed(row.drafted)] = -math.inf
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(seq.token_ids)))
-            values = row[seen]
-            row[seen] = torch.where(
+            seen = torch.tensor(sorted({*seq.token_ids, *row.drafted}))
+            values = logits[seen]
+            logits[seen] = torch.where(
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
             )
-        if (params.frequency_penalty or params.presence_penalty) and seq.output_counts:
-            output_ids = torch.tensor(list(seq.output_counts.keys()))
-            counts = torch.tensor(list(seq.output_counts.values()), dtype=row.dtype)
-            row[output_ids] -= params.frequency_penalty * counts + params.presence_penalty
+        if params.frequency_penalty or params.presence_penalty:
+            counts = seq.output_counts + Counter(row.drafted) if row.drafted else seq.output_counts
+            if counts:
+                output_ids = torch.tensor(list(counts.keys()))
+                times = torch.tensor(list(counts.values()), dtype=logits.dtype)
+                logits[output_ids] -= params.frequency_penalty * times + params.presence_penalty
 
     def _banned_until_min_tokens(self, seq: Sequence) -> list[int]:
         end_tokens = () if seq.params.ignore_eos else self._tokenizer.eos_token_ids
         return [*end_tokens, *seq.params.stop_token_ids]
 
 
-def _sample_rows(sequences: list[Sequence]) -> SampleRows:
-    params = [seq.params for seq in sequences]
+def _sample_rows(rows: list[SampledRow]) -> SampleRows:
+    params = [row.sequence.params for row in rows]
     return SampleRows(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
         top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seed=torch.tensor([seq.request.seed for seq in sequences], dtype=torch.int64),
-        choice=torch.tensor([seq.choice for seq in sequences], dtype=torch.int32),
-        position=torch.tensor([len(seq.token_ids) for seq in sequences], dtype=torch.int32),
+        seed=torch.tensor([row.sequence.request.seed for row in rows], dtype=torch.int64),
+        choice=torch.tensor([row.sequence.choice for row in rows], dtype=torch.int32),
+        position=torch.tensor([row.position for row in rows], dtype=torch.int32),
     )

@@ -1,21 +1,46 @@
-"""Which sequences run in the next step, and with how many tokens each."""
+"""Which sequences run in the next step, and with how many tokens each: the protocol, and what all share."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 from msgspec import Struct
 
-from .block_pool import BlockPool
+from surefoot.kernels.layout import BLOCK_TOKENS
+
+from .cost_model import CostModel, StepShape
+from .output_lengths import OutputLengths
+from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
 from .settings import EngineSettings
+from .speculation.base import Draft
 
 
 class ScheduledChunk(Struct, frozen=True):
-    """A sequence's share of a step: the first `num_tokens` of its uncommitted tokens."""
+    """A sequence's share of a step: the first `num_tokens` of its uncommitted tokens.
+
+    What follows them in the step is a draft of what may come next; only a chunk that samples has one.
+    """
 
     sequence: Sequence
     num_tokens: int
+    draft: Draft | None = None
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        """The draft's tokens, if there is one."""
+        return () if self.draft is None else self.draft.token_ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, the draft's included."""
+        return self.num_tokens + len(self.draft_token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows that a token is sampled for."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
 
     @property
     def samples(self) -> bool:
@@ -23,97 +48,107 @@ class ScheduledChunk(Struct, frozen=True):
         return self.num_tokens == self.sequence.num_uncommitted
 
 
-class Scheduler:
-    """First come, first served, within a token budget per step.
+class Scheduler(Protocol):
+    """Decides each step. One thread calls it, and commits what was scheduled before it asks again."""
 
-    Running sequences come first, those that decode before those that still prefill; what the budget leaves
-    goes to waiting ones. Blocks are taken as they are needed. When none is left the latest started sequence
-    is preempted: it gives up its blocks, waits at the front, and is computed again. The oldest one therefore
-    always moves on, because admission refused what could not fit the cache alone.
-    """
+    running: list[Sequence]
+    """In the order of their start."""
+    lengths: OutputLengths
+    """How long answers turned out."""
 
-    def __init__(self, settings: EngineSettings, pool: BlockPool) -> None:
-        self._settings = settings
-        self._pool = pool
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        """In the order of their start."""
-        self._num_preemptions = 0
+    @property
+    def waiting(self) -> Collection[Sequence]:
+        """Those that do not run."""
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(sequence)
+
+    def wait_s(self) -> float:
+        """For how long the next step had better be put off, unless something new comes in. 0 mostly."""
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The next step's chunks; their blocks are allocated."""
-        budget = self._settings.max_batched_tokens
-        chunks: list[ScheduledChunk] = []
-        for sequence in sorted(self.running, key=lambda seq: not seq.is_decoding):
-            if sequence.status is not SequenceStatus.RUNNING or budget == 0:
-                continue
-            num_tokens = self._chunk_size(sequence, budget)
-            if self._allocate(sequence, num_tokens, chunks):
-                chunks.append(ScheduledChunk(sequence, num_tokens))
-                budget = self._settings.max_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
-        while budget > 0 and self._can_start_next():
-            sequence = self.waiting.popleft()
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            num_tokens = self._chunk_size(sequence, budget)
-            sequence.block_table += self._pool.allocate(sequence.blocks_missing(num_tokens))
-            chunks.append(ScheduledChunk(sequence, num_tokens))
-            budget -= num_tokens
-        return chunks
+        """The next step's chunks; their blocks are allocated. None while `wait_s` is above 0."""
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks for up to `num_tokens` more tokens after those scheduled, from free ones alone; returns for
+        how many there are.
+        """
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
-        if sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-        elif sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
-        self._release(sequence)
-        sequence.status = SequenceStatus.FINISHED
+
+    def take_preemptions(self) -> int:
+        """How many sequences were preempted since this was asked last."""
+
+
+MakeScheduler = Callable[[EngineSettings, PrefixCache, CostModel, Callable[[], float]], Scheduler]
+"""Settings, blocks, costs, clock."""
+
+
+class BlockHolder:
+    """What every scheduler does alike: the running set, and who holds which blocks."""
+
+    def __init__(self, settings: EngineSettings, blocks: PrefixCache) -> None:
+        self._settings = settings
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self.running: list[Sequence] = []
+        self.lengths = OutputLengths()
+        self._num_preemptions = 0
+        self._num_starts = 0
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks for drafts; nobody loses any for them."""
+        num_scheduled = sequence.num_uncommitted
+        room = (len(sequence.block_table) + self._pool.num_free) * BLOCK_TOKENS
+        num_tokens = min(num_tokens, room - sequence.num_committed - num_scheduled)
+        if (missing := sequence.blocks_missing(num_scheduled + num_tokens)) > 0:
+            sequence.block_table += self._pool.allocate(missing)
+        return num_tokens
 
     def take_preemptions(self) -> int:
         """How many sequences were preempted since this was asked last."""
         count, self._num_preemptions = self._num_preemptions, 0
         return count
 
-    def _chunk_size(self, sequence: Sequence, budget: int) -> int:
-        return min(sequence.num_uncommitted, budget, self._settings.max_prefill_chunk or budget)
-
-    def _can_start_next(self) -> bool:
-        """Start a sequence only if all it has so far fits, so that it is not preempted in its own prefill."""
-        if not self.waiting or len(self.running) >= self._settings.max_sequences:
-            return False
-        sequence = self.waiting[0]
-        return sequence.blocks_missing(sequence.num_uncommitted) <= self._pool.num_free
-
-    def _allocate(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:
-        """Get the blocks for a running sequence, preempting later ones; False if it was preempted itself."""
-        missing = sequence.blocks_missing(num_tokens)
-        while missing > self._pool.num_free:
-            victim = self.running[-1]
-            self._preempt(victim)
-            chunks[:] = [chunk for chunk in chunks if chunk.sequence is not victim]
-            if victim is sequence:
-                return False
-        sequence.block_table += self._pool.allocate(missing)
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._release(sequence)
-        sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(sequence)
-        self._num_preemptions += 1
+    def _start(self, sequence: Sequence) -> None:
+        """From waiting to running, with the cached blocks that it begins with and no others yet."""
+        self._blocks.attach(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self._num_starts += 1
+        sequence.start_number = self._num_starts
+        self.running.append(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_committed = 0
+        """Give up all blocks: to compute the sequence again is to start it again."""
+        self._blocks.release(sequence)
+
+    def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """Take a running sequence out."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = status
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to waiting; the scheduler queues it."""
+        self._stop(sequence, SequenceStatus.WAITING)
+        sequence.num_preemptions += 1
+        self._num_preemptions += 1
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Allocate what `num_tokens` more tokens need; they are known to fit."""
+        # Blocks that were reserved for a draft may be there already.
+        sequence.block_table += self._pool.allocate(max(0, sequence.blocks_missing(num_tokens)))
+
+
+def shape_of(chunks: Iterable[ScheduledChunk]) -> StepShape:
+    """What of a step its cost depends on. A draft's rows are sampled from, as a sequence's last row is."""
+    shape = StepShape()
+    for chunk in chunks:
+        shape.add(chunk.num_rows, chunk.sequence.num_committed)
+        shape.num_sequences += len(chunk.draft_token_ids)
+    return shape

@@ -5,19 +5,52 @@ from __future__ import annotations
 import math
 from collections import Counter
 from enum import Enum, auto
+from typing import Protocol
 
-from surefoot.backends.types import GenerateRequest, SamplingParams, Timings, TokenLogprob, Usage
+from msgspec import Struct
+from torch import Tensor
+
+from surefoot.backends.types import (
+    GenerateRequest,
+    SamplingParams,
+    SpeculationUsage,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .choice_stream import ChoiceStream
+from .speculation.draft_counts import DraftCounts
 
 
 class SequenceStatus(Enum):
     """Where a sequence is in its life."""
 
+    HELD = auto()
+    """Not queued yet: another choice of the request runs their prompt first."""
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+class Pace(Struct, frozen=True):
+    """Since when a sequence's tokens are due one after the other, and how many it had then."""
+
+    since_s: float
+    num_tokens: int
+
+
+class TokenMask(Protocol):
+    """Which tokens may come next: structured output, of any kind."""
+
+    def allowed(self, drafted: tuple[int, ...]) -> Tensor:
+        """bool `[vocab_size]`, for the position after the sequence's tokens and then `drafted` ones. Nothing
+        is remembered of drafts: they may be rejected.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """The sequence got a token."""
 
 
 class Sequence:
@@ -35,13 +68,30 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_committed = 0
         self.block_table: list[int] = []
+        self.block_keys: list[bytes] = []
+        """Of the first full blocks of `token_ids`, as far as they were needed (prefix_cache.py)."""
+        self.num_published = 0
+        """Blocks of `block_table` that were published, or left unpublished for now."""
         self.output_counts: Counter[int] = Counter()
-        self.prompt_logprobs: list[TokenLogprob] = []
+        self.mask: TokenMask | None = None
+        self.num_preemptions = 0
+        # The scheduler's notes.
+        self.start_number = 0
+        self.last_turn = 0
+        self.paused_since_s: float | None = None
+        self.pace: Pace | None = None
+        self.charged_tokens = 0.0
+        self.committed_at_start = 0
 
     @property
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
         return self.request.message.params
+
+    @property
+    def priority(self) -> int:
+        """The request's: a higher one runs first."""
+        return self.request.message.priority
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -66,11 +116,8 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
-        return (
-            self.request.message.echo
-            and self.params.logprobs is not None
-            and len(self.prompt_logprobs) < self.num_prompt_tokens
-        )
+        request = self.request
+        return request.scores_prompt and len(request.prompt_logprobs) < self.num_prompt_tokens
 
     def blocks_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` more tokens can be committed."""
@@ -80,6 +127,8 @@ class Sequence:
         """Add a sampled token."""
         self.token_ids.append(token_id)
         self.output_counts[token_id] += 1
+        if self.mask is not None:
+            self.mask.advance(token_id)
 
 
 class Request:
@@ -94,11 +143,13 @@ class Request:
         max_tokens: int,
         seed: int,
         arrived_s: float,
+        prediction_token_ids: tuple[int, ...] = (),
     ) -> None:
         """`key` is unique in the engine, as a client's request id need not be; times are on its clock."""
         self.key = key
         self.message = message
         self.prompt_token_ids = prompt_token_ids
+        self.prediction_token_ids = prediction_token_ids
         self.max_tokens = max_tokens
         self.seed = seed
         self.arrived_s = arrived_s
@@ -106,11 +157,32 @@ class Request:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.sequences: list[Sequence] = []
+        self.drafts: dict[str, DraftCounts] = {}
+        """How drafts fared, by proposer."""
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's first tokens, as far as they are computed: once, for all choices."""
+        self.root_key: bytes | None = None
+        """What its chains of blocks begin with; None: they are shared with nobody (prefix_cache.py)."""
+        self.has_run_prompt = False
+        """Whether some choice has taken the prompt to its end."""
+        self.num_queried_tokens = 0
+        """Prompt tokens that other requests may have left in the cache, and those that were found there."""
+        self.num_cached_tokens = 0
 
     @property
     def deadline_s(self) -> float:
         """When the request must end, on the engine's clock."""
         return math.inf if self.message.deadline_s is None else self.arrived_s + self.message.deadline_s
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether a choice can begin with what another one has computed: a full block at least."""
+        return self.root_key is not None and len(self.prompt_token_ids) > BLOCK_TOKENS
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the client wants log-probabilities of the prompt's tokens."""
+        return self.message.echo and self.message.params.logprobs is not None
 
     @property
     def is_finished(self) -> bool:
@@ -123,6 +195,25 @@ class Request:
         return Usage(
             num_prompt_tokens=len(self.prompt_token_ids),
             num_output_tokens=sum(seq.stream.num_emitted for seq in self.sequences),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    @property
+    def speculation(self) -> SpeculationUsage | None:
+        """How drafts fared; None if there were none."""
+        if not self.drafts:
+            return None
+        total = DraftCounts()
+        for counts in self.drafts.values():
+            total.add(counts)
+        predicted = self.drafts.get("prediction", DraftCounts())
+        return SpeculationUsage(
+            num_drafts=total.num_drafts,
+            num_draft_tokens=total.num_draft_tokens,
+            num_accepted_tokens=total.num_accepted_tokens,
+            accepted_at=tuple(total.accepted_at),
+            num_predicted_tokens=predicted.num_draft_tokens,
+            num_accepted_predicted_tokens=predicted.num_accepted_tokens,
         )
 
     def timings(self, now_s: float) -> Timings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     max_batched_tokens: int = 512
     max_prefill_chunk: int | None = None
     max_waiting: int = 1024
+    prefix_cache: bool = True
+    max_waiting_s: float = 600.0
+    headroom: float = 0.1
     watchdog_s: float = 120.0
 
 
@@ -57,6 +61,9 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
         max_batched_tokens=options.max_batched_tokens,
         max_prefill_chunk=options.max_prefill_chunk,
         max_waiting=options.max_waiting,
+        prefix_cache=options.prefix_cache,
+        max_waiting_s=options.max_waiting_s,
+        headroom=options.headroom,
         watchdog_s=options.watchdog_s,
     )
 
@@ -86,7 +93,17 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         )
     # What is left to torch is small; its threads would only take the cores from those of the kernels.
     torch.set_num_threads(1)
-    return EngineParts(loaded=loaded, ops=ops, cache_dtype=torch.bfloat16)
+    return EngineParts(
+        loaded=loaded, ops=ops, cache_dtype=torch.bfloat16, cost_file=cost_file(options, num_threads)
+    )
+
+
+def cost_file(options: EngineOptions, num_threads: int | None = None) -> Path:
+    """Where the cost of a model's steps on this machine is kept, beside the prepared weights."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", options.model_id)
+    return options.cache_dir / (
+        f"step-cost-{name}-{options.weights}-{num_threads or options.threads or cpu_count()}.json"
+    )
 
 
 def _compile_progress(progress: Progress) -> Callable[[str, int, int], None]:

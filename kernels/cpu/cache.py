@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from .attention import BF16, F16, F32_
+from .forms import Emitter
 from .vector import (
+    ADDRESS,
+    F32,
     add,
     compiled,
     copy_u8,
@@ -31,6 +35,7 @@ from .vector import (
     minimum,
     mul,
     nearest_even,
+    op,
     read_f16,
     read_i32,
     read_i64,
@@ -169,13 +174,50 @@ def _convert(source: int, old: Stored, target: int, new: Stored) -> None:
     _quantise(numbers, new.head_dim, new.v_bits, target + k_new, target + k_new + v_new + 4)
 
 
+@op(types.none, ADDRESS, F32)
+def _store_bf16(e: Emitter, address: Any, value: Any) -> None:
+    e.store(address, e.to_bf16(value))
+
+
+@op(types.none, ADDRESS, F32)
+def _store_f16(e: Emitter, address: Any, value: Any) -> None:
+    e.store(address, e.to_f16(value))
+
+
+@compiled
+def _keep_row(row: int, kept: int, width: int, kind: int) -> None:
+    """The last vector may overlap the one before: rounding twice changes nothing."""
+    for start in range(0, width, 16):
+        i = min(start, width - 16)
+        if kind == BF16:
+            _store_bf16(kept + 2 * i, load(row + 4 * i))
+            store(row + 4 * i, load_bf16(kept + 2 * i))
+        elif kind == F16:
+            _store_f16(kept + 2 * i, load(row + 4 * i))
+            store(row + 4 * i, load_f16(kept + 2 * i))
+        else:
+            store(kept + 4 * i, load(row + 4 * i))
+
+
+def keep(args: int, part: int, parts: int) -> None:
+    """Round rows to the cache's element type, in place and into a copy.
+
+    Args: k, its row stride, v, its row stride, kept k, kept v, their row stride, rows, numbers in a row,
+    element type.
+    """
+    k, k_bytes, v, v_bytes, kept_k, kept_v, kept_bytes, rows, width, kind = words(args, 10)
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        _keep_row(k + row * k_bytes, kept_k + row * kept_bytes, width, kind)
+        _keep_row(v + row * v_bytes, kept_v + row * kept_bytes, width, kind)
+
+
 def commit(args: int, part: int, parts: int) -> None:
     """Args: cache, its layer stride, block bytes, layers, rows, KV heads, head_dim, element type; k, v
-    (contiguous `[layers, rows, KV heads, head_dim]`); bits of K and V, capacity, offsets of V and pairs,
-    blocks and slots (int32).
+    (`[layers, rows, KV heads, head_dim]`, a layer's rows contiguous) and their layer stride; bits of K and V,
+    capacity, offsets of V and pairs, blocks and slots (int32).
     """
     cache, layer_bytes, block_bytes, layers, rows, kv_heads, head_dim, kind = words(args, 8)
-    k, v, k_bits, v_bits, capacity, v_offset, pairs_offset, blocks, slots = words(args + 64, 9)
+    k, v, given_bytes, k_bits, v_bits, capacity, v_offset, pairs_offset, blocks, slots = words(args + 64, 10)
     stored = Stored(head_dim, kind, k_bits, v_bits, capacity, v_offset, pairs_offset)
     rounded = Stored(head_dim, kind, 16, 16, 0, 0, 0)
     given, record = stack(2048), stack(2048)
@@ -184,7 +226,7 @@ def commit(args: int, part: int, parts: int) -> None:
         row = unit % rows
         block = cache + unit // rows * layer_bytes + read_i32(blocks + 4 * row) * block_bytes
         for g in range(kv_heads):
-            source = (unit * kv_heads + g) * row_bytes
+            source = unit // rows * given_bytes + (row * kv_heads + g) * row_bytes
             for i in range(0, row_bytes, 4):
                 copy_u32(k + source + i, given + i)
                 copy_u32(v + source + i, given + row_bytes + i)

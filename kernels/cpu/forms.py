@@ -144,28 +144,47 @@ class Emitter:
         )
         return self.b.bitcast(self.b.or_(bits, sign), wide)
 
-    def to_f16(self, scalar: ir.Value) -> ir.Value:
-        """One float32 as the int16 that holds the nearest float16, ties to even."""
+    def to_f16(self, x: ir.Value) -> ir.Value:
+        """float32 lanes -> int16 lanes that hold the nearest float16, ties to even."""
+        lanes = x.type.count
         if self.form.has_f16:
-            return self.b.bitcast(self.b.fptrunc(scalar, ir.HalfType()), INT16)
-        bits = self.b.bitcast(scalar, INT32)
-        magnitude = self.b.and_(bits, INT32(0x7FFFFFFF))
+            half_type = ir.VectorType(ir.HalfType(), lanes)
+            return self.b.bitcast(self.b.fptrunc(x, half_type), ir.VectorType(INT16, lanes))
+
+        def c(value: int) -> ir.Value:
+            return self.constant(INT32, value, lanes)
+
+        integers = ir.VectorType(INT32, lanes)
+        bits = self.b.bitcast(x, integers)
+        magnitude = self.b.and_(bits, c(0x7FFFFFFF))
         # Rebias and drop 13 bits of mantissa; what is added before carries where the rest rounds up.
-        odd = self.b.and_(self.b.lshr(magnitude, INT32(13)), INT32(1))
-        biased = self.b.sub(self.b.add(magnitude, self.b.add(odd, INT32(0xFFF))), INT32(112 << 23))
-        normal = self.b.lshr(biased, INT32(13))
+        odd = self.b.and_(self.b.lshr(magnitude, c(13)), c(1))
+        biased = self.b.sub(self.b.add(magnitude, self.b.add(odd, c(0xFFF))), c(112 << 23))
+        normal = self.b.lshr(biased, c(13))
         # Below the normal range: adding 1/2 aligns the mantissa to steps of 2^-24, rounded by the addition.
-        aligned = self.b.fadd(self.b.bitcast(magnitude, FLOAT), ir.Constant(FLOAT, 0.5))
-        subnormal = self.b.sub(self.b.bitcast(aligned, INT32), INT32(126 << 23))
+        aligned = self.b.fadd(self.b.bitcast(magnitude, x.type), self.constant(FLOAT, 0.5, lanes))
+        subnormal = self.b.sub(self.b.bitcast(aligned, integers), c(126 << 23))
         half = self.b.select(
-            self.b.icmp_unsigned("<", magnitude, INT32(113 << 23)),
+            self.b.icmp_unsigned("<", magnitude, c(113 << 23)),
             subnormal,
-            self.b.select(self.b.icmp_unsigned("<", magnitude, INT32(143 << 23)), normal, INT32(0x7C00)),
+            self.b.select(self.b.icmp_unsigned("<", magnitude, c(143 << 23)), normal, c(0x7C00)),
         )
-        is_nan = self.b.icmp_unsigned(">", magnitude, INT32(0x7F800000))
-        half = self.b.select(is_nan, INT32(0x7E00), half)
-        sign = self.b.lshr(self.b.and_(bits, INT32(0x80000000)), INT32(16))
-        return self.b.trunc(self.b.or_(half, sign), INT16)
+        is_nan = self.b.icmp_unsigned(">", magnitude, c(0x7F800000))
+        half = self.b.select(is_nan, c(0x7E00), half)
+        sign = self.b.lshr(self.b.and_(bits, c(0x80000000 - (1 << 32))), c(16))
+        return self.b.trunc(self.b.or_(half, sign), ir.VectorType(INT16, lanes))
+
+    def to_bf16(self, x: ir.Value) -> ir.Value:
+        """float32 lanes -> int16 lanes that hold the nearest bfloat16, ties to even."""
+        lanes = x.type.count
+        bits = self.b.bitcast(x, ir.VectorType(INT32, lanes))
+        sixteen = self.constant(INT32, 16, lanes)
+        odd = self.b.and_(self.b.lshr(bits, sixteen), self.constant(INT32, 1, lanes))
+        # What is added carries into the kept half where the dropped one rounds up.
+        rounded = self.b.lshr(self.b.add(bits, self.b.add(odd, self.constant(INT32, 0x7FFF, lanes))), sixteen)
+        is_nan = self.b.fcmp_unordered("uno", x, x)
+        kept = self.b.select(is_nan, self.constant(INT32, 0x7FC0, lanes), rounded)
+        return self.b.trunc(kept, ir.VectorType(INT16, lanes))
 
     def from_bf16(self, half: ir.Value) -> ir.Value:
         """int16 lanes that hold bfloat16 -> float32 lanes, exact."""

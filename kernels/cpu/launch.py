@@ -25,6 +25,10 @@ from .pool import Pool, attend_pool, call, share
 from .vector import ADDRESS, compiled, read_f64, read_i64, stack, write_f64, write_i64
 
 MAX_ARGS = 24
+
+LAUNCH_WORDS = MAX_ARGS + 2
+"""A launch written down: its integers, its float64, the address of its tape."""
+
 _NO_ARGS = (0,) * MAX_ARGS
 
 Kernel = Callable[[int, int, int], None]
@@ -42,6 +46,20 @@ class Stage(Struct, frozen=True):
 def real(args: int) -> float:
     """A kernel's one float64 argument."""
     return read_f64(args + 8 * 24)
+
+
+@compiled
+def _run_tape(tape: int, job: int, parts: int, args: int) -> None:
+    """Run a tape of (kernel, shared) pairs that a 0 ends."""
+    while True:
+        kernel = read_i64(tape)
+        if kernel == 0:
+            break
+        if parts > 1 and read_i64(tape + 8) != 0:
+            share(job, kernel, args, parts)
+        else:
+            call(kernel, args, 0, 1)
+        tape += 16
 
 
 def _run(
@@ -74,7 +92,7 @@ def _run(
     a22: int,
     a23: int,
 ) -> None:
-    """Run a tape of (kernel, shared) pairs that a 0 ends."""
+    """Write the arguments down and run a tape."""
     args = stack(200)
     for i, word in enumerate(
         (
@@ -106,15 +124,13 @@ def _run(
     ):
         write_i64(args + 8 * i, word)
     write_f64(args + 192, value)
-    while True:
-        kernel = read_i64(tape)
-        if kernel == 0:
-            break
-        if parts > 1 and read_i64(tape + 8) != 0:
-            share(job, kernel, args, parts)
-        else:
-            call(kernel, args, 0, 1)
-        tape += 16
+    _run_tape(tape, job, parts, args)
+
+
+def _replay(launches: int, end: int, job: int, parts: int) -> None:
+    """Run launches from one address to another, each `LAUNCH_WORDS` words: arguments, value, tape."""
+    for args in range(launches, end, 8 * LAUNCH_WORDS):
+        _run_tape(read_i64(args + 200), job, parts, args)
 
 
 class Launcher:
@@ -127,6 +143,7 @@ class Launcher:
         self._addresses: dict[Kernel, int] = {}
         self._compiled: list[Any] = []
         self._run: Any = None
+        self._replay: Any = None
 
     def compile(self, kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
         """Compile or load kernels; `progress(name, done, total)` is called before each and at the end."""
@@ -138,6 +155,7 @@ class Launcher:
         try:
             report("run", 0, total)
             self._run = self._run or self._compile_run()
+            self._replay = self._replay or self._jit(types.none(*[types.int64] * 4))(_replay)
             self._pool = self._pool or Pool(self.num_threads, self._compile_worker())
             for done, kernel in enumerate(todo, start=1):
                 report(kernel.__name__, done, total)
@@ -156,6 +174,13 @@ class Launcher:
         assert self._pool is not None, "kernels are compiled before they are run"
         self._pool.wake()
         self._run(tape, self._pool.job, self.num_threads, value, *args, *_NO_ARGS[len(args) :])
+
+    def replay(self, launches: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Run launches `[count, LAUNCH_WORDS]` one after another, in one call."""
+        assert self._pool is not None, "kernels are compiled before they are run"
+        self._pool.wake()
+        begin = launches.ctypes.data
+        self._replay(begin, begin + launches.nbytes, self._pool.job, self.num_threads)
 
     def _compile_run(self) -> Any:
         signature = types.none(*[types.int64] * 3, types.float64, *[types.int64] * MAX_ARGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -18,6 +18,7 @@ from . import attention, linear, mass, pack, quantised, rowwise, sample, states
 from . import cache as cache_kernels
 from .forms import host_form
 from .launch import Launcher, Progress, Stage
+from .program import LaunchesOnly, NotLaunches, Program, Workspace
 
 FEW_ROWS = 4
 """Up to here a row-wise op is done before another thread has woken."""
@@ -34,6 +35,8 @@ _TAPES = {
     "rms_norm": (Stage(rowwise.rms_norm),),
     "add_rms_norm_few": (Stage(rowwise.add_rms_norm, False),),
     "add_rms_norm": (Stage(rowwise.add_rms_norm),),
+    "norm_heads_few": (Stage(rowwise.norm_heads, False),),
+    "norm_heads": (Stage(rowwise.norm_heads),),
     "rotate_few": (Stage(rowwise.rotate, False),),
     "rotate": (Stage(rowwise.rotate),),
     "rope_few": (Stage(rowwise.rope, False),),
@@ -57,6 +60,8 @@ _TAPES = {
     ),
     "past_mass": (Stage(mass.past_mass),),
     "present_mass": (Stage(mass.present_mass),),
+    "keep_few": (Stage(cache_kernels.keep, False),),
+    "keep": (Stage(cache_kernels.keep),),
     "commit": (Stage(cache_kernels.commit),),
     "demote": (Stage(cache_kernels.demote),),
     "sample": (Stage(sample.sample),),
@@ -119,7 +124,9 @@ class CpuOps:
         self.name = f"cpu-{host_form().name}"
         launcher.compile((s.kernel for stages in _TAPES.values() for s in stages), progress)
         self._launcher = launcher
-        self._run = launcher.run
+        self._run: Callable[..., None] = launcher.run
+        self._empty: Callable[..., Tensor] = torch.empty
+        self._workspace = Workspace()
         self._tapes = {name: launcher.tape(stages) for name, stages in _TAPES.items()}
         self._at = {name: int(tape.ctypes.data) for name, tape in self._tapes.items()}
 
@@ -145,7 +152,7 @@ class CpuOps:
         assert x.dtype == torch.float32
         assert x.shape[1] == weight.num_in
         assert x.stride(1) == 1
-        out = torch.empty(rows, weight.num_out)
+        out = self._empty(rows, weight.num_out)
         for part in weight.parts:
             tail = (
                 part.panels.data_ptr(),
@@ -161,7 +168,7 @@ class CpuOps:
                 self._run(self._at["dense"], source, stride, rows, part.width, 0, 0, *tail)
                 continue
             group_bytes = linear.group_bytes(rows)
-            quantised = torch.empty(part.width * group_bytes, dtype=torch.uint8)
+            quantised = self._empty(part.width * group_bytes, dtype=torch.uint8)
             tape = self._at["linear_few" if rows <= 2 * FEW_ROWS else "linear"]
             self._run(tape, source, stride, rows, part.width, quantised.data_ptr(), group_bytes, *tail)
         return out
@@ -169,7 +176,7 @@ class CpuOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over rows of a matrix."""
         rows, width = x.shape
-        out = torch.empty(rows, width)
+        out = self._empty(rows, width)
         tape = self._at["rms_norm_few" if rows <= FEW_ROWS else "rms_norm"]
         self._run(
             tape, x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), out.data_ptr(), rows, width, value=eps
@@ -179,7 +186,7 @@ class CpuOps:
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """One pass over each row."""
         rows, width = x.shape
-        out = torch.empty(rows, width)
+        out = self._empty(rows, width)
         self._run(
             self._at["add_rms_norm_few" if rows <= FEW_ROWS else "add_rms_norm"],
             residual.data_ptr(),
@@ -194,12 +201,20 @@ class CpuOps:
         )
         return out
 
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """Rows may be strided."""
+        rows, heads, head_dim = x.shape
+        assert x.stride(1) == head_dim
+        tape = self._at["norm_heads_few" if rows <= FEW_ROWS else "norm_heads"]
+        args = x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), rows, heads, head_dim
+        self._run(tape, *args, value=eps)
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rows and heads may be strided, so queries and keys can be rotated in one call on the fused
         projection.
         """
         rows, heads, head_dim = x.shape
-        out = torch.empty(rows, heads, head_dim)
+        out = self._empty(rows, heads, head_dim)
         self._run(
             self._at["rope_few" if rows <= FEW_ROWS else "rope"],
             x.data_ptr(),
@@ -221,7 +236,7 @@ class CpuOps:
         rows, heads, head_dim = x.shape
         assert head_dim % 8 == 0
         assert x.stride(2) == 1
-        out = torch.empty(rows, heads, head_dim)
+        out = self._empty(rows, heads, head_dim)
         tape = self._at["rotate_few" if rows <= FEW_ROWS else "rotate"]
         strides, size = (4 * x.stride(0), 4 * x.stride(1)), rotation_size(head_dim)
         self._run(tape, x.data_ptr(), *strides, out.data_ptr(), rows, heads, head_dim, size)
@@ -230,7 +245,7 @@ class CpuOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Gate and up lie side by side in each row."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, width)
+        out = self._empty(rows, width)
         tape = self._at["silu_mul_few" if rows <= FEW_ROWS else "silu_mul"]
         self._run(tape, gate_up.data_ptr(), 4 * gate_up.stride(0), out.data_ptr(), rows, width)
         return out
@@ -239,7 +254,7 @@ class CpuOps:
         self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Partitions of some 256 tokens, whatever the batch."""
-        out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        out, lse = self._empty(*q.shape), self._empty(*q.shape[:2])
         cached = _Cached(layer, layout, past)
         tape = "past_few" if q.shape[0] <= FEW_ROWS else "past"
         self._attend(tape, q, cu_rows, layout.num_kv_heads, scale, out, lse, past=cached)
@@ -251,7 +266,7 @@ class CpuOps:
         """Keys and values are laid out in float32 blocks first; then it is the same arithmetic as over the
         past.
         """
-        out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        out, lse = self._empty(*q.shape), self._empty(*q.shape[:2])
         tape = "present_few" if q.shape[0] <= FEW_ROWS else "present"
         self._attend(tape, q, cu_rows, k.shape[1], scale, out, lse, present=(k, v))
         return out, lse
@@ -271,7 +286,7 @@ class CpuOps:
         """Past and present in one go, with the same bits wherever the one in full precision ends and the
         other begins.
         """
-        out, cached = torch.empty(q.shape), _Cached(layer, layout, past)
+        out, cached = self._empty(*q.shape), _Cached(layer, layout, past)
         tape = "attention_few" if q.shape[0] <= FEW_ROWS else "present"
         self._attend(tape, q, cu_rows, k.shape[1], scale, out, lse, past=cached, present=(k, v))
         return out
@@ -322,13 +337,33 @@ class CpuOps:
 
     def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
         """All contiguous."""
-        out = torch.empty(out_a.shape)
+        out = self._empty(*out_a.shape)
         rows, heads, head_dim = out_a.shape
         tape = self._at["merge_few" if rows <= FEW_ROWS else "merge"]
         parts = [t.contiguous() for t in (out_a, lse_a, out_b, lse_b)]
         a, a_lse, b, b_lse = (t.data_ptr() for t in parts)
         self._run(tape, a, a_lse, b, b_lse, out.data_ptr(), rows * heads, head_dim)
         return out
+
+    def keep(self, k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor) -> None:
+        """Rows may be strided; the kept ones follow one another."""
+        rows, width = k.shape[0], k.shape[1] * k.shape[2]
+        assert k.stride(1) == v.stride(1) == k.shape[2]
+        assert kept_k.is_contiguous()
+        assert kept_v.is_contiguous()
+        self._run(
+            self._at["keep_few" if rows <= FEW_ROWS else "keep"],
+            k.data_ptr(),
+            4 * k.stride(0),
+            v.data_ptr(),
+            4 * v.stride(0),
+            kept_k.data_ptr(),
+            kept_v.data_ptr(),
+            width * kept_k.itemsize,
+            rows,
+            width,
+            _ELEMENT_KINDS[kept_k.dtype],
+        )
 
     def commit(
         self,
@@ -341,9 +376,10 @@ class CpuOps:
         cache_format: CacheFormat = FULL,
     ) -> None:
         """Rows are rounded by torch, then quantised."""
-        k, v = k.to(layout.dtype).contiguous(), v.to(layout.dtype).contiguous()
+        k, v = (_rows_in_one_piece(rows.to(layout.dtype)) for rows in (k, v))
+        assert k.stride(0) == v.stride(0)
         at = Slots(blocks=blocks.to(torch.int32), slots=slots.to(torch.int32), format=cache_format)
-        rows = k.data_ptr(), v.data_ptr()
+        rows = k.data_ptr(), v.data_ptr(), k.stride(0) * k.itemsize
         args = (*_cache_args(cache, layout, len(blocks)), *rows, *_slots_args(layout, at))
         self._run(self._at["commit"], *args)
 
@@ -353,7 +389,7 @@ class CpuOps:
         assert len(target.blocks) == tokens
         assert not target.format.is_full or source.format.is_full
         size = self._launcher.num_threads * tokens * cache_kernels.record_bytes(layout.head_dim)
-        records = torch.empty(size, dtype=torch.uint8)
+        records = self._empty(size, dtype=torch.uint8)
         places = (*_slots_args(layout, source), *_slots_args(layout, target))
         args = (*_cache_args(cache, layout, tokens), *places, records.data_ptr())
         self._run(self._at["demote"], *args)
@@ -361,9 +397,9 @@ class CpuOps:
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """A row a thread."""
         num_rows, vocabulary = logits.shape
-        out = torch.empty(num_rows, dtype=torch.int64)
+        out = self._empty(num_rows, dtype=torch.int64)
         scratch_bytes = sample.scratch_bytes(vocabulary)
-        scratch = torch.empty(self._launcher.num_threads * scratch_bytes, dtype=torch.uint8)
+        scratch = self._empty(self._launcher.num_threads * scratch_bytes, dtype=torch.uint8)
         reals = [t.float().contiguous() for t in (rows.top_p, rows.min_p)]
         integers = [t.long().contiguous() for t in (rows.top_k, rows.seed, rows.choice, rows.position)]
         temperature = rows.temperature.float().contiguous()
@@ -386,6 +422,20 @@ class CpuOps:
             scratch_bytes,
         )
         return out
+
+    def record(self, forward: Callable[[], Tensor]) -> Program | None:
+        """Launches are noted down instead of run; outputs lie in memory that is kept for replays."""
+        program = Program(self._launcher)
+        self._workspace.release()
+        run, self._run, self._empty = self._run, program.add, self._workspace.empty
+        try:
+            with LaunchesOnly():
+                program.finish(forward)
+        except NotLaunches:
+            return None
+        finally:
+            self._run, self._empty = run, torch.empty
+        return program
 
     def _attend(
         self,
@@ -410,7 +460,7 @@ class CpuOps:
         if present is not None:
             k, v = (t.float() for t in present)
             num_blocks = attention.num_packed_blocks(rows, sequences)
-            packed = torch.empty(num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS)
+            packed = self._empty(num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS)
             packed_at = packed.data_ptr()
             present_args = (k.data_ptr(), 4 * k.stride(0), v.data_ptr(), 4 * v.stride(0))
         max_parts = 0 if past is None else past.max_partitions
@@ -418,7 +468,7 @@ class CpuOps:
         num_states = (split_rows * max_parts + 2 * rows) * heads
         state_floats = num_states * (states.STATE_HEAD + head_dim)
         scratch_floats = self._launcher.num_threads * attention.scratch_bytes(head_dim) // 4
-        scratch = torch.empty(state_floats + scratch_floats)
+        scratch = self._empty(state_floats + scratch_floats)
         self._run(
             self._at[tape],
             q.data_ptr(),
@@ -451,6 +501,11 @@ def _cache_args(cache: Tensor, layout: BlockLayout, tokens: int) -> tuple[int, .
         layout.head_dim,
         _ELEMENT_KINDS[layout.dtype],
     )
+
+
+def _rows_in_one_piece(rows: Tensor) -> Tensor:
+    """`[L, R, G, D]` with each layer's part contiguous."""
+    return rows if rows[0].is_contiguous() else rows.contiguous()
 
 
 def _slots_args(layout: BlockLayout, at: Slots) -> tuple[int, ...]:

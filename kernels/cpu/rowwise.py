@@ -89,6 +89,15 @@ def add_rms_norm(args: int, part: int, parts: int) -> None:
         _norm_row(target, weight, out + row * width * 4, width, real(args))
 
 
+def norm_heads(args: int, part: int, parts: int) -> None:
+    """Args: x (normed in place), its row stride, weight, rows, heads, head_dim; real: eps."""
+    x, stride, weight, rows, heads, head_dim = words(args, 6)
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        for head in range(heads):
+            own = x + row * stride + head * head_dim * 4
+            _norm_row(own, weight, own, head_dim, real(args))
+
+
 @compiled
 def _silu_mul(gate: Any, up: Any) -> Any:
     return mul(div(gate, add(splat(np.float32(1.0)), exp(sub(zero(), gate)))), up)

@@ -436,7 +436,7 @@ def read_f16(e: Emitter, address: Any) -> Any:
 @op(types.none, ADDRESS, types.float32)
 def write_f16(e: Emitter, address: Any, value: Any) -> None:
     """Write one float32 as float16, rounded to the nearest."""
-    e.store(address, e.to_f16(value))
+    e.store(address, e.to_f16(e.splat(value, 1)))
 
 
 @op(types.float64, ADDRESS)

@@ -20,6 +20,7 @@ from surefoot.backends.engine.safetensors_folder import SafetensorsFolder
 from surefoot.backends.engine.tokenizer import byte_level_alphabet
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.engine.weights import check_weights
+from surefoot.kernels.base import Ops
 from surefoot.kernels.reference import ReferenceOps
 
 SHAPE = {
@@ -79,12 +80,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: a family and what its config has beside `SHAPE`."""
 
 
-def tiny_hf_model(name: str) -> PreTrainedModel:
-    """A variant with every parameter random, biases and norms included; the same each time."""
+def tiny_hf_model(name: str, **changes: Any) -> PreTrainedModel:
+    """A variant with every parameter random, biases and norms included; the same each time. `changes` are to
+    its config.
+    """
     family, extra = VARIANTS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[family](**{**SHAPE, **extra}), attn_implementation="eager"
+        CONFIG_MAPPING[family](**{**SHAPE, **extra, **changes}), attn_implementation="eager"
     )
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -92,12 +95,12 @@ def tiny_hf_model(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def load_folder(folder: Path, mode: WeightMode = WeightMode.FLOAT32) -> Model:
-    """The model of a Hugging Face folder that has no tokenizer."""
+def load_folder(folder: Path, mode: WeightMode = WeightMode.FLOAT32, ops: Ops | None = None) -> Model:
+    """The model of a Hugging Face folder that has no tokenizer; on the reference ops if none are given."""
     config = read_config(folder)
     with SafetensorsFolder(folder) as source:
         check_weights(config, source.shapes)
-        return Model(config, source, ReferenceOps(), mode=mode)
+        return Model(config, source, ops or ReferenceOps(), mode=mode)
 
 
 class PlainAttention:

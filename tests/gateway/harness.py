@@ -11,6 +11,7 @@ from litestar.testing import TestClient
 from msgspec import Struct
 
 from surefoot.backends.fake import FakeBackend
+from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.app import create_app
 from surefoot.gateway.clock import Clock
 from surefoot.gateway.http_settings import HttpSettings
@@ -65,6 +66,7 @@ def client_of(
     *tenants: Tenant,
     backend: FakeBackend | None = None,
     settings: HttpSettings | None = None,
+    admin_key: AdminKey | None = None,
     clock: Clock | None = None,
     usage_store: UsageStore | None = None,
 ) -> Iterator[TestClient]:
@@ -74,6 +76,7 @@ def client_of(
         Tenants(tenants),
         BaselinePolicy(),
         settings,
+        admin_key=admin_key,
         clock=clock,
         usage_store=usage_store,
     )

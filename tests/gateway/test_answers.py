@@ -213,9 +213,9 @@ def test_text_and_reason_of_one_event_share_a_chunk() -> None:
     label = Label(id="cmpl-1", created=0, model="m", num_choices=1, includes_usage=False)
     answer = TextAnswer(label, 1)
     list(answer.opening("fp"))
-    assert list(answer.chunks(0, Chunk(0, "", (1,)))) == []
-    (chunk,) = answer.chunks(0, Chunk(0, "a", (2,), None, FinishReason.STOP))
-    assert (chunk.choices[0].text, chunk.choices[0].finish_reason) == ("a", "stop")
+    assert list(answer.pieces(0, Chunk(0, "", (1,)))) == []
+    (piece,) = answer.pieces(0, Chunk(0, "a", (2,), None, FinishReason.STOP))
+    assert (piece.text, piece.finish_reason) == ("a", "stop")
     assert list(answer.closing(Usage(num_prompt_tokens=1, num_output_tokens=2))) == []
 
 

@@ -19,7 +19,8 @@ from msgspec import Struct
 from surefoot.backends.catalog import packaged_models
 from surefoot.gateway.cli import EXIT_USAGE, run
 from surefoot.gateway.settings import ServeSettings, default_text, describe, flag_name
-from surefoot.gateway.tenants import hash_key, load_tenants
+from surefoot.gateway.tenant_folder import TenantFolder
+from surefoot.gateway.tenants import Tenants, hash_key
 from surefoot.gateway.usage_store import UsageRow, UsageStore
 
 
@@ -133,7 +134,8 @@ def test_new_key_is_a_tenants_key(cli: Cli, tmp_path: Path) -> None:
     assert line is not None
     assert tomllib.loads(line[1]) == {"key_hashes": [f"sha256:{hashlib.sha256(key[1].encode()).hexdigest()}"]}
     (tmp_path / "acme.toml").write_text(f'id = "acme"\n{line[1]}\n')
-    assert load_tenants(tmp_path).authenticate(f"Bearer {key[1]}").id == "acme"
+    tenants = Tenants(TenantFolder(tmp_path, ["baseline"]).load().tenants)
+    assert tenants.authenticate(f"Bearer {key[1]}").id == "acme"
     assert cli("key", "new").out != outcome.out
 
 
@@ -173,7 +175,7 @@ def test_usage_that_is_not_there(cli: Cli, arguments: tuple[str, ...], said: str
     ("name", "text", "said"),
     [
         ("classes", "[gold]\nprority = 1", "unknown key 'prority'"),
-        ("tenants", '[classes]\ndefault = "gold"', "no SLA class is called 'gold'"),
+        ("tenants", '[classes]\ndefault = "gold"', "there is no SLA class 'gold'"),
         ("usage_db", "", "usage file"),
     ],
 )

@@ -74,6 +74,7 @@ async def test_live_while_loading() -> None:
 def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     """Requests are counted under vLLM's names, with its label, and ours."""
     http.post(CHAT, json=BODY)
+    backend.script = Script(num_cached_tokens=2)
     http.post(CHAT, json=BODY | {"n": 2, "max_tokens": 3, "stream": True})
     backend.script = Script(error=EngineFailed("Down."), error_at=1)
     http.post(CHAT, json=BODY)
@@ -94,6 +95,8 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert value(gauge, **model) == 0
     assert value("vllm:num_preemptions_total", **model) == 0
+    assert value("vllm:prefix_cache_queries_total", **model) == 9
+    assert value("vllm:prefix_cache_hits_total", **model) == 2
     for histogram in (
         "vllm:time_to_first_token_seconds",
         "vllm:request_time_per_output_token_seconds",
@@ -110,6 +113,8 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     assert value("surefoot_requests_total", tenant="", route="unknown", method="unknown", status="404") == 1
     assert value("surefoot_backend_ready", **model) == 1
     assert value("surefoot_cache_blocks", **model) == 100
+    assert value("surefoot_cache_blocks_cached", **model) == 0
+    assert value("surefoot_prefix_cache_evictions_total", **model) == 0
     assert value("surefoot_engine_restarts_total", **model) == 0
     assert not any("invented" in str(labels) for _, labels in seen)
 
@@ -236,7 +241,12 @@ def test_one_event_per_request() -> None:
         assert client.get("/health/ready").status_code == 200
         with capture_logs() as logs:
             client.post(CHAT, json=BODY | {"stream": True}, headers=headers)
-    (event,) = logs
+    planned, event = logs
+    assert (planned["event"], planned["log_level"], planned["plan"]) == (
+        "request.planned",
+        "debug",
+        "baseline",
+    )
     times = {name: event.pop(name) for name in ("queue_s", "ttft_s", "tpot_s", "total_s")}
     assert all(0 <= value < 5 for value in times.values())
     assert event.pop("completion_id").startswith("chatcmpl-")
@@ -250,6 +260,8 @@ def test_one_event_per_request() -> None:
         "status": 200,
         "model": "fake",
         "stream": True,
+        "plan": "baseline",
+        "plan_reason": "the policy is baseline, whatever is observed",
         "prompt_tokens": 3,
         "output_tokens": 4,
         "cached_tokens": 0,

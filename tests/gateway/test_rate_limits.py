@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from surefoot.backends.errors import EngineFailed, NotReady, Overloaded
 from surefoot.backends.fake import FakeBackend, Script
-from surefoot.backends.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from surefoot.gateway.clock import FakeClock
 from surefoot.gateway.errors import to_http
-from surefoot.gateway.rate_limits import Bucket, duration_text, estimated_tokens
+from surefoot.gateway.rate_limits import Bucket, duration_text
 from surefoot.gateway.tenants import Tenant, TenantLimits, Tenants
 
 from .harness import Gateway, Serve, bearer, client_of, hashes
@@ -306,17 +305,3 @@ def test_faults_of_ours_say_when_to_come_back(error: Exception) -> None:
 def test_durations(seconds: float, text: str) -> None:
     """Durations have OpenAI's form, rounded up to a millisecond."""
     assert duration_text(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("prompts", "count"),
-    [
-        ([TextPrompt("x" * 41)], 11),
-        ([TextPrompt("é" * 4), TextPrompt("x")], 3),
-        ([TokenPrompt((1, 2, 3))], 3),
-        ([ChatPrompt(({"role": "user", "content": "x" * 8},) * 2)], 4),
-    ],
-)
-def test_estimates(prompts: list[Prompt], count: int) -> None:
-    """A token is taken to be four bytes of text; token ids are counted."""
-    assert estimated_tokens(prompts) == count

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import SchedulerView, SequenceView
-from surefoot.gateway.http_settings import HttpSettings
+from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.tenants import Tenant, hash_key
 
 from .harness import Serve, bearer, client_of, hashes
 
 SCHEDULER = "/v1/surefoot/scheduler"
-ADMIN = HttpSettings(admin_key_hash=hash_key("admin"))
+ADMIN = AdminKey(hash_key("admin"))
 ACME = Tenant(id="acme", key_hashes=hashes("k"))
 VIEW = SequenceView(
     request_id="elsewhere-0",
@@ -34,7 +34,7 @@ VIEW = SequenceView(
 
 
 @pytest.mark.parametrize(
-    ("tenants", "settings", "headers", "status", "code"),
+    ("tenants", "admin_key", "headers", "status", "code"),
     [
         ((ACME,), ADMIN, bearer("admin"), 200, None),
         ((ACME,), ADMIN, bearer("k"), 403, "admin_key_required"),
@@ -51,13 +51,13 @@ VIEW = SequenceView(
 )
 def test_who_may_look(
     tenants: tuple[Tenant, ...],
-    settings: HttpSettings | None,
+    admin_key: AdminKey | None,
     headers: dict[str, str],
     status: int,
     code: str | None,
 ) -> None:
     """The admin key opens it; without one it is open only where nobody has a key."""
-    with client_of(*tenants, settings=settings) as client:
+    with client_of(*tenants, admin_key=admin_key) as client:
         response = client.get(SCHEDULER, headers=headers)
     assert response.status_code == status
     assert response.json().get("error", {}).get("code") == code
@@ -65,7 +65,7 @@ def test_who_may_look(
 
 def test_the_admin_key_is_no_tenants() -> None:
     """The operator's key asks no model."""
-    with client_of(ACME, settings=ADMIN) as client:
+    with client_of(ACME, admin_key=ADMIN) as client:
         assert client.get("/v1/models", headers=bearer("admin")).status_code == 401
 
 

@@ -165,7 +165,7 @@ def test_home_is_expanded() -> None:
         ("keep_alive_s", "inf", "a number of seconds, 0.1 or more"),
         ("cache_memory", "512 MB/s", "a number of bytes above 0"),
         ("max_body_bytes", "0", "a number of bytes above 0"),
-        ("admin_key_hash", "sha256:12", "what `surefoot key new` prints: 'sha256:'"),
+        ("admin_key_hash", "sha256:12", "a hash from `surefoot key new`: sha256: and 64"),
         ("classes", " ", "a text"),
         ("usage_db", " ", "a text"),
         ("log_format", "xml", "auto or console or json"),

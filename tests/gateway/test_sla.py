@@ -14,7 +14,6 @@ from surefoot.backends.fake import FakeBackend
 from surefoot.gateway.http_settings import HttpSettings
 from surefoot.gateway.sla import (
     DEFAULT_CLASSES,
-    Classes,
     ClassesError,
     SlaClass,
     load_classes,
@@ -160,22 +159,6 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, words: list[str]) -> N
         load_classes(file)
     for word in ["classes.toml", *words]:
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("classes", "words"),
-    [
-        (TenantClasses(default="standart"), "called 'standart' .*Did you mean 'standard'"),
-        (TenantClasses(reserved="gold"), "called 'gold'"),
-        (TenantClasses(allowed=("standard", "bath")), "Did you mean 'batch'"),
-        (TenantClasses(allowed=("batch",)), "default class 'standard' is not one of .*allowed ones.*batch"),
-        (TenantClasses(allowed=()), "not one of its allowed ones .none"),
-    ],
-)
-def test_a_tenant_names_classes_that_there_are(classes: TenantClasses, words: str) -> None:
-    """A tenant's unknown class, or a default that it may not have, is refused with the tenant's name."""
-    with pytest.raises(ClassesError, match=f"tenant 'acme': .*{words}"):
-        Classes().check_tenant(Tenant(id="acme", key_hashes=hashes("k"), classes=classes))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -11,16 +11,17 @@ import pytest
 
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.gateway.errors import InvalidKey
+from surefoot.gateway.tenant_files import TenantFileError
+from surefoot.gateway.tenant_folder import TenantFolder
 from surefoot.gateway.tenants import (
     LOCAL_TENANT,
     Tenant,
-    TenantFileError,
     TenantLimits,
     Tenants,
     hash_key,
-    load_tenants,
     new_key,
 )
+from surefoot.policies.registry import BUILT_IN
 
 from .harness import Serve, bearer, client_of
 
@@ -39,6 +40,11 @@ def write(tmp_path: Path) -> Write:
         return tmp_path
 
     return write_file
+
+
+def load_tenants(folder: Path) -> Tenants:
+    """The tenants of a folder, as at the start of a server."""
+    return Tenants(TenantFolder(folder, BUILT_IN).load().tenants, keys_required=True)
 
 
 def test_a_file_is_read(write: Write) -> None:
@@ -75,15 +81,15 @@ def test_no_tenants_mean_no_keys() -> None:
 
 
 BAD_FILES = [
-    ('key_hash = ["x"]', ["unknown key 'key_hash'", "Did you mean 'key_hashes'?"]),
+    ('key_hash = ["x"]', ["acme.toml:1: unknown key 'key_hash'", "Did you mean 'key_hashes'?"]),
     (
         f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\n[limits]\nmax_token = 3',
-        ["limits.max_token'", "'max_tokens'?"],
+        ["acme.toml:4: ", "limits.max_token'", "'max_tokens'?"],
     ),
     (f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\n[limits]\nmax_n = 0', ["limits.max_n", ">= 1"]),
-    (f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\nmodels = "fake"', ["models"]),
+    (f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\nmodels = "fake"', ["acme.toml:3: 'models'", "array"]),
     ('id = "a"\nkey_hashes = []', ["key_hashes"]),
-    ('id = "a"', ["missing key `key_hashes`"]),
+    ('id = "a"', ["no key: it needs 'key_hashes'"]),
     ('id = "a"\nkey_hashes = ["sha256:12"]', ["'key_hashes[0]' must be what `surefoot key new` prints"]),
     (f'id = "A b"\nkey_hashes = ["{HASHES[0]}"]', ["'id' must be 1 to 64 lower-case letters, digits"]),
     (f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\nmax_tokens = 3', ["'max_tokens'", "under [limits]"]),

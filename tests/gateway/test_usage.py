@@ -18,8 +18,8 @@ from structlog.testing import capture_logs
 
 from surefoot.backends.errors import EngineFailed, Overloaded
 from surefoot.backends.fake import FakeBackend, Script
+from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.clock import FakeClock
-from surefoot.gateway.http_settings import HttpSettings
 from surefoot.gateway.tenants import Tenant, TenantLimits, hash_key
 from surefoot.gateway.usage import UsageBook
 from surefoot.gateway.usage_store import (
@@ -43,7 +43,7 @@ ROW = UsageRow(day="2026-01-31", tenant="a", model="m", sla_class="batch", reque
 DAY_S = 86400
 NOON = 1_769_860_800.0
 """Of 2026-01-31, UTC."""
-ADMIN = HttpSettings(admin_key_hash=hash_key("admin"))
+ADMIN = AdminKey(hash_key("admin"))
 TENANTS = (
     Tenant(id="a", key_hashes=hashes("a")),
     Tenant(id="b", key_hashes=hashes("b"), limits=TenantLimits(requests_per_minute=1)),
@@ -137,7 +137,7 @@ def test_usage_of_tenants(file: Path) -> None:
     """Requests, tokens, aborts and refusals are kept by day, tenant, model and class."""
     clock, backend = FakeClock(NOON), FakeBackend(Script(num_cached_tokens=1))
     with client_of(
-        *TENANTS, backend=backend, clock=clock, usage_store=UsageStore(file), settings=ADMIN
+        *TENANTS, backend=backend, clock=clock, usage_store=UsageStore(file), admin_key=ADMIN
     ) as client:
 
         def ask(key: str, **fields: Any) -> int:
@@ -190,7 +190,7 @@ def counts(tenant: str, sla_class: str, *numbers: int) -> dict[str, Any]:
 )
 def test_wrong_questions(file: Path, query: str, key: str, status: int, code: str) -> None:
     """A wrong key, a day that is none and an unknown parameter are refused, and the error says which."""
-    with client_of(*TENANTS, usage_store=UsageStore(file), settings=ADMIN) as client:
+    with client_of(*TENANTS, usage_store=UsageStore(file), admin_key=ADMIN) as client:
         response = client.get(USAGE + query, headers=bearer(key))
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 

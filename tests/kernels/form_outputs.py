@@ -31,6 +31,13 @@ def form_outputs(ops: CpuOps) -> dict[str, Tensor]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         outputs[f"dense {dtype}"] = ops.linear(x, ops.prepare_linear(dense.to(dtype)))
     outputs["rms_norm"] = ops.rms_norm(x, dense[0], 1e-5)
+    normed = x.view(13, 2, 48).clone()
+    ops.norm_heads(normed, dense[0, :48], 1e-5)
+    outputs["norm_heads"] = normed
+    for dtype in (torch.bfloat16, torch.float16):
+        kept = [torch.empty(13, 2, 48, dtype=dtype) for _ in range(2)]
+        ops.keep(x.view(13, 2, 48).clone(), (1e-5 * x).view(13, 2, 48), *kept)
+        outputs[f"keep {dtype}"] = torch.cat(kept)
     outputs["silu_mul"] = ops.silu_mul(x)
     q, k = torch.randn(13, 6, 64), torch.randn(13, 2, 64)
     outputs["rope"] = ops.rope(q, x[:, :32].contiguous().cos(), x[:, :32].contiguous().sin())

@@ -208,6 +208,37 @@ def test_commit(ops: Ops, heads: tuple[int, int, int], dtype: torch.dtype) -> No
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(3, 64), (3, 72), (2, 40)])
+@pytest.mark.parametrize("rows", [1, 63])
+def test_keep(ops: Ops, heads: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
+    """Rows are rounded as torch rounds them, in place and in the copy; what is not a number stays so."""
+    fused = torch.randn(rows, heads[0] + 2, heads[1]) * torch.logspace(-9, 4, heads[1])
+    fused[0, 1, :4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    fused[0, 2, :3] = torch.tensor([1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, 2.0**-25])
+    k, v, before = fused[:, 1:-1], torch.randn(rows, *heads), fused.clone()
+    expected_k, expected_v = k.to(dtype), v.to(dtype)
+    kept_k, kept_v = torch.empty(rows, *heads, dtype=dtype), torch.empty(rows, *heads, dtype=dtype)
+    ops.keep(k, v, kept_k, kept_v)
+    for kept, left, expected in ((kept_k, k, expected_k), (kept_v, v, expected_v)):
+        assert torch.equal(kept.nan_to_num(0.5), expected.nan_to_num(0.5))
+        assert torch.equal(left.nan_to_num(0.5), expected.float().nan_to_num(0.5))
+        assert torch.equal(kept.isnan(), expected.isnan())
+    assert torch.equal(fused[:, [0, -1]], before[:, [0, -1]])
+
+
+def test_commit_reads_the_first_rows_of_a_longer_buffer(ops: Ops) -> None:
+    """Layers may lie further apart than their rows are long."""
+    layout = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 20, 3, 64).bfloat16() for _ in range(2))
+    blocks, slots = torch.tensor([2, 1, 1], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
+    caches = [torch.zeros(2, 3, layout.block_bytes, dtype=torch.uint8) for _ in range(2)]
+    ops.commit(caches[0], layout, k[:, :3], v[:, :3], blocks, slots)
+    ops.commit(caches[1], layout, k[:, :3].contiguous(), v[:, :3].contiguous(), blocks, slots)
+    assert torch.equal(*caches)
+    assert caches[0].any()
+
+
 def test_rounding_of_the_cache_is_all_that_is_lost(ops: Ops) -> None:
     """Attention over a bfloat16 cache stays within the 16-bit tolerance of the float32 one."""
     case = Case([1, 4], [300, 40])

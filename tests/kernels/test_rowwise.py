@@ -35,6 +35,18 @@ def test_add_rms_norm(ops: Ops, rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_norm_heads(ops: Ops, rows: int, head_dim: int) -> None:
+    """Each head is normed where it lies, and its neighbours are left alone."""
+    fused, weight = torch.randn(rows, 5, head_dim), torch.randn(head_dim)
+    before = fused.clone()
+    ops.norm_heads(fused[:, 1:4], weight, 1e-5)
+    expected = ReferenceOps().rms_norm(before[:, 1:4].double(), weight.double(), 1e-5)
+    assert_close("norm_heads", fused[:, 1:4], expected)
+    assert torch.equal(fused[:, [0, 4]], before[:, [0, 4]])
+
+
+@pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize(("head_dim", "pairs"), [(64, 32), (96, 48), (72, 10), (128, 64)])
 def test_rope(ops: Ops, rows: int, head_dim: int, pairs: int) -> None:
     """Pairs are rotated; dimensions beyond the rotary ones pass."""

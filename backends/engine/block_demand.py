@@ -1,0 +1,45 @@
+"""How many blocks will be wanted: a sequence starts only where all that run are expected to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from surefoot.kernels.layout import BLOCK_TOKENS
+
+from .output_lengths import OutputLengths
+from .prefix_cache import PrefixCache
+from .sequence import Sequence
+
+
+class BlockDemand:
+    """Admission on expected lengths, over a pool.
+
+    What is wanted most at any time from now on: when one sequence ends, those that will go on hold what they
+    have and as many tokens more as that one still had to come. The largest of these sums has to fit (the
+    future peak of Gong et al., "Past-Future Scheduler", ASPLOS 2025, with a mean in place of a sample).
+    """
+
+    def __init__(self, blocks: PrefixCache, lengths: OutputLengths) -> None:
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self._lengths = lengths
+
+    def fits_now(self, sequence: Sequence) -> bool:
+        """Whether all that a sequence has so far finds room."""
+        return self._blocks.num_blocks_wanted(sequence) <= self._pool.num_free
+
+    def fits(self, sequence: Sequence, running: Iterable[Sequence], num_reserved: int) -> bool:
+        """Whether it finds room, now and until all have ended as expected, beside `num_reserved` blocks."""
+        if self._blocks.num_blocks_wanted(sequence) + num_reserved > self._pool.num_free:
+            return False
+        return self._peak((sequence, *running)) + num_reserved <= self._pool.num_blocks
+
+    def _peak(self, sequences: Iterable[Sequence]) -> float:
+        """Blocks at the moment at which most are wanted. Each sequence's last block counts as half full."""
+        remaining = self._lengths.remaining
+        to_come = sorted(((remaining(seq), len(seq.token_ids)) for seq in sequences), reverse=True)
+        peak = num_tokens = 0.0
+        for number, (num_more, num_held) in enumerate(to_come, 1):
+            num_tokens += num_held + BLOCK_TOKENS / 2
+            peak = max(peak, num_tokens + number * num_more)
+        return peak / BLOCK_TOKENS

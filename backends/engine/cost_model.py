@@ -1,0 +1,219 @@
+"""What a step costs: a small linear model, fitted at warm-up and kept true by every step since.
+
+The features of a step are what its time is made of: a fixed part, its rows (cheap while weights are waited
+for, dearer beyond a knee), its sequences (sampling, logits, Python) and the tokens that its rows attend to.
+No coefficient is below 0, so that more work is never predicted to take less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+KNEE_ROWS = 64
+"""Rows beyond which a row has a price of its own: where devices leave the regime bound by memory."""
+
+DECAY = 0.99
+"""What an observation counts for a step later: about the last 100 steps are remembered."""
+
+FIT_SWEEPS, REFRESH_SWEEPS = 2000, 3
+SPREAD_DECAY = 0.95
+CLIP_SPREADS = 3.0
+"""A step further off than so many mean deviations counts as one that is just so far off."""
+MIN_CLIP = 0.1
+
+Vector = list[float]
+Matrix = list[Vector]
+
+
+class StepShape(Struct):
+    """What of a step its cost depends on. `num_context_tokens` sums what each row attends to."""
+
+    num_rows: int = 0
+    num_sequences: int = 0
+    num_context_tokens: int = 0
+
+    def add(self, num_tokens: int, num_committed: int) -> None:
+        """Add a sequence's chunk of `num_tokens` after `num_committed` tokens in the cache."""
+        self.num_rows += num_tokens
+        self.num_sequences += 1
+        self.num_context_tokens += context_tokens(num_tokens, num_committed)
+
+    def remove(self, num_tokens: int, num_committed: int) -> None:
+        """Undo an `add`."""
+        self.num_rows -= num_tokens
+        self.num_sequences -= 1
+        self.num_context_tokens -= context_tokens(num_tokens, num_committed)
+
+
+class StepSample(Struct, frozen=True):
+    """A step that was measured."""
+
+    shape: StepShape
+    seconds: float
+
+
+class StepCost(Struct, frozen=True, kw_only=True):
+    """Seconds per thing. The default is a small model on two CPU cores, for when nothing was measured."""
+
+    fixed_s: float = 0.01
+    row_s: float = 0.001
+    further_row_s: float = 0.001
+    sequence_s: float = 0.0
+    context_s: float = 2e-6
+
+    def predict(self, num_rows: int, num_sequences: int, num_context_tokens: int) -> float:
+        """Seconds of a step; see `StepShape`."""
+        return (
+            self.fixed_s
+            + (
+                self.row_s * num_rows
+                if num_rows <= KNEE_ROWS
+                else self.row_s * KNEE_ROWS + self.further_row_s * (num_rows - KNEE_ROWS)
+            )
+            + self.sequence_s * num_sequences
+            + self.context_s * num_context_tokens
+        )
+
+    def faster(self, speed: float) -> StepCost:
+        """The cost on a machine that is `speed` times as fast in everything."""
+        return StepCost.of(value / speed for value in self.coefficients)
+
+    @property
+    def coefficients(self) -> Vector:
+        """In the order of the features."""
+        return [self.fixed_s, self.row_s, self.further_row_s, self.sequence_s, self.context_s]
+
+    @classmethod
+    def of(cls, coefficients: Iterable[float]) -> StepCost:
+        """From `coefficients`."""
+        fixed_s, row_s, further_row_s, sequence_s, context_s = coefficients
+        return cls(
+            fixed_s=fixed_s,
+            row_s=row_s,
+            further_row_s=further_row_s,
+            sequence_s=sequence_s,
+            context_s=context_s,
+        )
+
+
+TYPICAL_SHAPES = (
+    StepShape(1, 1, 100),
+    StepShape(8, 8, 1600),
+    StepShape(64, 64, 16000),
+    StepShape(64, 1, 2000),
+    StepShape(512, 1, 130_000),
+    StepShape(256, 32, 16_000),
+)
+"""Steps whose predicted costs are not forgotten for want of steps like them."""
+
+
+class CostModel:
+    """A `StepCost` that follows what is observed: least squares of relative errors with decay.
+
+    What decays is replaced by the present prediction for `TYPICAL_SHAPES`, so that a long time of one
+    kind of step changes nothing about the others. A frozen model observes nothing.
+    """
+
+    def __init__(self, cost: StepCost | None = None, *, frozen: bool = False) -> None:
+        self.frozen = frozen
+        self.refit(cost or StepCost())
+
+    def refit(self, cost: StepCost) -> None:
+        """Start again from a cost."""
+        self.cost = cost
+        self.spread = MIN_CLIP / CLIP_SPREADS
+        """Decayed mean of the relative error's size."""
+        self._prior, _ = _typical(cost)
+        self._moments = [list(row) for row in self._prior]
+        self._targets = _product(self._prior, cost.coefficients)
+
+    def predict(self, num_rows: int, num_sequences: int, num_context_tokens: int) -> float:
+        """Seconds of a step; see `StepShape`."""
+        return self.cost.predict(num_rows, num_sequences, num_context_tokens)
+
+    def observe(self, num_rows: int, num_sequences: int, num_context_tokens: int, seconds: float) -> None:
+        """Learn from a step that took `seconds`."""
+        predicted = self.predict(num_rows, num_sequences, num_context_tokens)
+        if self.frozen or predicted <= 0:
+            return
+        clip = max(CLIP_SPREADS * self.spread, MIN_CLIP)
+        error = min(max(seconds / predicted - 1, -clip), clip)
+        self.spread = SPREAD_DECAY * self.spread + (1 - SPREAD_DECAY) * abs(error)
+        features = [value / predicted for value in _features(num_rows, num_sequences, num_context_tokens)]
+        kept = _product(self._prior, self.cost.coefficients)
+        for i, value in enumerate(features):
+            row, prior = self._moments[i], self._prior[i]
+            for j, other in enumerate(features):
+                row[j] = DECAY * row[j] + value * other + (1 - DECAY) * prior[j]
+            self._targets[i] = DECAY * self._targets[i] + value * (1 + error) + (1 - DECAY) * kept[i]
+        self.cost = StepCost.of(_solve(self._moments, self._targets, self.cost.coefficients, REFRESH_SWEEPS))
+
+
+def fit(samples: Iterable[StepSample]) -> StepCost:
+    """The cost that explains the samples best, by relative error; the default one without samples.
+
+    What they say nothing about keeps a trace of the default's proportions.
+    """
+    known = [sample for sample in samples if sample.seconds > 0]
+    if not known:
+        return StepCost()
+    default = StepCost()
+    ratios = sorted(sample.seconds / default.predict(*_numbers(sample.shape)) for sample in known)
+    start = default.faster(1 / ratios[len(ratios) // 2])
+    moments, targets = _normal_equations((sample.shape, sample.seconds) for sample in known)
+    # A hundredth of an observation towards the default's proportions: it decides only what nothing else does.
+    prior, pull = _typical(start)
+    for i, row in enumerate(moments):
+        targets[i] += 0.01 * pull[i]
+        for j in range(len(row)):
+            row[j] += 0.01 * prior[i][j]
+    return StepCost.of(_solve(moments, targets, start.coefficients, FIT_SWEEPS))
+
+
+def context_tokens(num_tokens: int, num_committed: int) -> int:
+    """What the rows of a chunk attend to, all together: the past, and the chunk up to themselves."""
+    return num_tokens * num_committed + num_tokens * (num_tokens + 1) // 2
+
+
+def _numbers(shape: StepShape) -> tuple[int, int, int]:
+    return shape.num_rows, shape.num_sequences, shape.num_context_tokens
+
+
+def _features(num_rows: int, num_sequences: int, num_context_tokens: int) -> Vector:
+    few = min(num_rows, KNEE_ROWS)
+    return [1.0, few, num_rows - few, num_sequences, num_context_tokens]
+
+
+def _normal_equations(samples: Iterable[tuple[StepShape, float]]) -> tuple[Matrix, Vector]:
+    """Of relative errors: each row of features is divided by the seconds that it explains."""
+    size = len(_features(0, 0, 0))
+    moments, targets = [[0.0] * size for _ in range(size)], [0.0] * size
+    for shape, seconds in samples:
+        features = [value / seconds for value in _features(*_numbers(shape))]
+        for i, value in enumerate(features):
+            targets[i] += value
+            for j, other in enumerate(features):
+                moments[i][j] += value * other
+    return moments, targets
+
+
+def _typical(cost: StepCost) -> tuple[Matrix, Vector]:
+    """As if every typical shape had been seen once, and cost what `cost` says."""
+    return _normal_equations((shape, cost.predict(*_numbers(shape))) for shape in TYPICAL_SHAPES)
+
+
+def _product(matrix: Matrix, vector: Vector) -> Vector:
+    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+
+def _solve(moments: Matrix, targets: Vector, start: Vector, num_sweeps: int) -> Vector:
+    """Non-negative least squares by coordinate descent, from a start that is near already."""
+    solution = list(start)
+    for _ in range(num_sweeps):
+        for i, row in enumerate(moments):
+            if row[i] > 0:
+                others = sum(a * b for a, b in zip(row, solution, strict=True)) - row[i] * solution[i]
+                solution[i] = max(0.0, (targets[i] - others) / row[i])
+    return solution

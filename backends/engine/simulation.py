@@ -1,0 +1,120 @@
+"""`surefoot simulate`: from what was asked to a report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from .engine import Engine, EngineCounters
+from .first_come import FirstComeScheduler
+from .machine_file import MachineCost, load_machine, save_machine
+from .promise_scheduler import PromiseScheduler
+from .scheduler import MakeScheduler
+from .settings import EngineSettings
+from .simulation_report import SimulationReport, report_of
+from .simulator import Machine, simulate
+from .start import EngineOptions, Progress, cost_file, engine_settings, load_parts
+from .trace import (
+    DEFAULT_PROMISES,
+    Lengths,
+    TraceError,
+    TraceRequest,
+    parse_rates,
+    read_trace,
+    synthetic_trace,
+)
+
+SCHEDULERS: dict[str, MakeScheduler] = {"promise": PromiseScheduler, "first-come": FirstComeScheduler}
+
+
+class SimulationSettings(Struct, frozen=True, kw_only=True):
+    """What is simulated. With a `trace` the numbers of a synthetic one are of no interest.
+
+    `cost` is a file of step costs (None: what the model's server kept, else measured now); `cache_blocks`
+    None is what the server had. `ValueError` for a number of no use.
+    """
+
+    trace: Path | None = None
+    rate: tuple[str, ...] = ()
+    duration: float = 300.0
+    prompt_tokens: int = 128
+    output_tokens: int = 128
+    seed: int = 0
+    speed: float = 1.0
+    scheduler: Literal["promise", "first-come"] = "promise"
+    cost: Path | None = None
+    cache_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("duration", "prompt_tokens", "output_tokens", "speed", "cache_blocks"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value:g}")
+
+
+def simulate_machine(
+    options: EngineOptions, what: SimulationSettings, progress: Progress
+) -> SimulationReport:
+    """Simulate the server that `options` would start; raises `TraceError` and `ModelError`."""
+    trace = trace_of(what)
+    known = machine_cost(options, what.cost, progress)
+    machine = Machine(
+        settings=EngineSettings(
+            cache_bytes=1,  # The blocks are given; nothing is stored in them.
+            max_sequences=options.max_sequences,
+            max_batched_tokens=options.max_batched_tokens,
+            max_prefill_chunk=options.max_prefill_chunk,
+            max_waiting=options.max_waiting,
+            max_waiting_s=options.max_waiting_s,
+            headroom=options.headroom,
+        ),
+        num_blocks=what.cache_blocks or known.num_blocks,
+        cost=known.cost.faster(what.speed),
+    )
+    result = simulate(trace, machine, make_scheduler=SCHEDULERS[what.scheduler])
+    return report_of(result, what.scheduler, what.speed)
+
+
+def trace_of(what: SimulationSettings) -> list[TraceRequest]:
+    """The file's requests, or synthetic ones; raises `TraceError`."""
+    if what.trace is not None:
+        return read_trace(what.trace)
+    rates = parse_rates(what.rate, DEFAULT_PROMISES)
+    lengths = Lengths(prompt_tokens=what.prompt_tokens, output_tokens=what.output_tokens)
+    trace = synthetic_trace(rates, what.duration, lengths, what.seed)
+    if not trace:
+        raise TraceError(f"no request arrives in {what.duration:g} s at these rates: ask for longer")
+    return trace
+
+
+def machine_cost(options: EngineOptions, file: Path | None, progress: Progress) -> MachineCost:
+    """From a file that was named, from what a served engine kept, or measured now; raises `TraceError`."""
+    if file is not None:
+        if (machine := load_machine(file)) is None:
+            raise TraceError(f"{file} is no file of step costs")
+        return machine
+    kept = cost_file(options)
+    if (machine := load_machine(kept)) is not None:
+        progress(f"Step costs are those in {kept}.")
+        return machine
+    machine = measure_machine(options, progress)
+    save_machine(kept, machine)
+    progress(f"Step costs were measured now, and kept in {kept}.")
+    return machine
+
+
+def measure_machine(options: EngineOptions, progress: Progress) -> MachineCost:
+    """Load the model and run an engine's warm-up; raises `ModelError`."""
+    parts = load_parts(options, progress)
+    engine = Engine(
+        parts.loaded,
+        parts.ops,
+        engine_settings(options),
+        cache_dtype=parts.cache_dtype,
+        counters=EngineCounters(),
+        clock=time.monotonic,
+    )
+    engine.warm_up()
+    return MachineCost(num_blocks=engine.pool.num_blocks, cost=engine.costs.cost)

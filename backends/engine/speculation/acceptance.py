@@ -1,0 +1,116 @@
+"""How likely a draft token is to be accepted, learnt from what was.
+
+Every draft token whose predecessors were all accepted is one trial: it was accepted or it was not. A fully
+accepted window is that many successes and no failure, so that it says "at least so many"; tokens behind a
+rejected one say nothing. (The mean accepted length, which other controllers average, cannot tell a window
+that was too short from a draft that was too bad.)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from msgspec import Struct
+
+from ..sequence import Sequence
+from .base import STRENGTHS, Draft
+
+FIRST_GUESS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""By strength, until anything is known: hopeful, since hope costs a few rows and despair learns nothing."""
+
+GUESS_TRIALS = 4.0
+"""How many trials the first guess counts for."""
+
+KIND_MEMORY = 200.0
+"""Trials after which a kind's older ones count 1/e."""
+
+REQUEST_MEMORY = 40.0
+"""The same for a request: its own text changes faster than its kind."""
+
+KIND_TRIALS = 10.0
+"""How many trials of its own a request needs to count as much as its kind's estimate."""
+
+LEAST_SURVIVAL = 0.02
+"""A row that is accepted less often pays on no machine, and is not worth being looked at."""
+
+MAX_KINDS = 4096
+
+
+class _Trials(Struct):
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def add(self, accepted: bool, memory: float) -> None:
+        keep = 1.0 - 1.0 / memory
+        self.accepted = self.accepted * keep + accepted
+        self.tried = self.tried * keep + 1.0
+
+    def estimate(self, prior: float, weight: float) -> float:
+        return (self.accepted + prior * weight) / (self.tried + weight)
+
+
+class Acceptance:
+    """Estimates per proposer and strength: a request's own trials over a prior of its flow and kind."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[tuple[str, str], dict[tuple[str, int], _Trials]] = OrderedDict()
+        self._requests: dict[Sequence, dict[tuple[str, int], _Trials]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Sequences that something of their own is known of."""
+        return len(self._requests)
+
+    def survival(self, sequence: Sequence, draft: Draft) -> list[float]:
+        """The probability of each token of the draft to be accepted together with all before it.
+
+        Ends before one that is less than `LEAST_SURVIVAL`, but is never empty: what is given up can still be
+        probed.
+        """
+        together = 1.0
+        survival: list[float] = []
+        kind, own = self._kind(sequence), self._requests.get(sequence, {})
+        estimates: list[float | None] = [None] * STRENGTHS
+        for strength in draft.strengths:
+            estimate = estimates[strength]
+            if estimate is None:
+                source = (draft.proposer, strength)
+                prior = _prior(kind, source)
+                estimate = estimates[strength] = own.get(source, _Trials()).estimate(prior, KIND_TRIALS)
+            together *= estimate
+            if survival and together < LEAST_SURVIVAL:
+                break
+            survival.append(together)
+        return survival
+
+    def observe(self, sequence: Sequence, draft: Draft, num_accepted: int) -> None:
+        """Learn from a verified draft."""
+        kind, own = self._kind(sequence), self._requests.setdefault(sequence, {})
+        for j in range(min(num_accepted + 1, len(draft))):
+            source = (draft.proposer, draft.strengths[j])
+            kind.setdefault(source, _Trials()).add(j < num_accepted, KIND_MEMORY)
+            own.setdefault(source, _Trials()).add(j < num_accepted, REQUEST_MEMORY)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget what was kept for the sequence."""
+        self._requests.pop(sequence, None)
+
+    def _kind(self, sequence: Sequence) -> dict[tuple[str, int], _Trials]:
+        """Of the sequence's flow and kind; the ones seen least recently are forgotten."""
+        name = (sequence.request.message.flow, sequence.request.message.kind)
+        kind = self._kinds.setdefault(name, {})
+        self._kinds.move_to_end(name)
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.popitem(last=False)
+        return kind
+
+
+def _prior(kind: dict[tuple[str, int], _Trials], source: tuple[str, int]) -> float:
+    """A kind's estimate. More evidence is not worse: what is not known of a grade is guessed from the one
+    below, or long drafts would stay untried because short ones are all that was tried.
+    """
+    proposer, strength = source
+    guess = FIRST_GUESS[strength]
+    if strength:
+        guess = max(guess, _prior(kind, (proposer, strength - 1)))
+    return kind.get(source, _Trials()).estimate(guess, GUESS_TRIALS)

@@ -1,0 +1,55 @@
+"""What a policy is told of a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from surefoot.backends.base import Backend
+from surefoot.backends.types import ChatPrompt, Prompt, TextPrompt
+from surefoot.policies.base import Observation
+
+from .overrides import Overrides
+from .tenants import Tenant
+
+CHARACTERS_PER_TOKEN = 4
+"""A rule of thumb for English; the tokenizer lies behind the backend."""
+
+
+class Observer:
+    """Puts together what is known when a request is admitted. `now` gives Unix time."""
+
+    def __init__(self, overrides: Overrides, now: Callable[[], float] = time.time) -> None:
+        self._overrides = overrides
+        self._now = now
+
+    def observe(
+        self, tenant: Tenant, service_class: str, model: str, prompts: Sequence[Prompt], backend: Backend
+    ) -> Observation:
+        """Of several prompts the longest counts. No text of them is in an observation."""
+        stats = backend.stats
+        override = self._overrides.get(tenant.id)
+        return Observation(
+            tenant_id=tenant.id,
+            model=model,
+            policy=tenant.policy,
+            service_class=service_class,
+            kind="chat" if isinstance(prompts[0], ChatPrompt) else "text",
+            num_prompt_tokens=max(map(estimate_tokens, prompts)),
+            cache_pressure=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
+            load=stats.num_running + stats.num_waiting,
+            hour=self._now() % 86400 / 3600,
+            override=override.plan if override else None,
+            bounds=tenant.bounds,
+        )
+
+
+def estimate_tokens(prompt: Prompt) -> int:
+    """Exact for token ids; for text by its length, rounded up."""
+    if isinstance(prompt, TextPrompt):
+        num_characters = len(prompt.text)
+    elif isinstance(prompt, ChatPrompt):
+        num_characters = sum(len(str(each.get("content", ""))) for each in prompt.messages)
+    else:
+        return len(prompt.token_ids)
+    return -(-num_characters // CHARACTERS_PER_TOKEN)

@@ -1,0 +1,112 @@
+"""The policy that starts from all that the tenant allows and lets each rule take some of it back.
+
+A rule only ever lowers: shorter drafts, more bits. So their order does not matter, what they say can be read
+one by one, and the plan lies between the baseline and the tenant's bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import Struct
+
+from .base import Decision, Observation, Step
+from .bounds import FORMATS, bounded_plan, more_precise
+
+PRECISE, LEAST_PRECISE = FORMATS[0], FORMATS[-1]
+NO_LIMIT = 1_000_000
+SHORT_PROMPT = 512
+"""Fewer tokens take too little of the cache for fewer bits to be worth anything."""
+LONG_PROMPT = 4096
+"""So many are read at each token that fewer bits pay at any pressure."""
+PRESSURE_BY_CLASS: Mapping[str, float] = {"interactive": 0.9, "standard": 0.7, "batch": 0.0}
+"""From which cache pressure on a class gives up bits: those that wait for nobody first."""
+WORTHWHILE = 0.1
+"""A drafted token that is reached and accepted less often than this is not worth its row."""
+SOME_LOSS, TOO_MUCH_LOSS = 0.02, 0.05
+"""Nats per token. 0.05 is about what groups of 4 bits cost the default model's weights."""
+
+
+class Opinion(Struct, frozen=True):
+    """How far one rule would go at most, and why."""
+
+    says: str
+    max_draft: int = NO_LIMIT
+    cache_format: str = LEAST_PRECISE
+
+
+Rule = Callable[[Observation], Opinion]
+
+
+def pressure(seen: Observation) -> Opinion:
+    """Keep all bits while the cache has room for this class, unless the prompt is long."""
+    least = PRESSURE_BY_CLASS.get(seen.service_class, PRESSURE_BY_CLASS["standard"])
+    if seen.cache_pressure >= least:
+        return Opinion(f"cache pressure {seen.cache_pressure:.2f} is {least:g} or more for this class")
+    if (seen.num_prompt_tokens or 0) >= LONG_PROMPT:
+        return Opinion(f"{seen.num_prompt_tokens} prompt tokens are {LONG_PROMPT} or more, at any pressure")
+    says = f"cache pressure {seen.cache_pressure:.2f} is below {least:g} for class {seen.service_class}"
+    return Opinion(f"{says}, so all bits", cache_format=PRECISE)
+
+
+def prompt_length(seen: Observation) -> Opinion:
+    """Keep all bits of a short prompt."""
+    if seen.num_prompt_tokens is None:
+        return Opinion("the prompt's length is not known")
+    if seen.num_prompt_tokens < SHORT_PROMPT:
+        says = f"{seen.num_prompt_tokens} prompt tokens are fewer than {SHORT_PROMPT}, so all bits"
+        return Opinion(says, cache_format=PRECISE)
+    return Opinion(f"{seen.num_prompt_tokens} prompt tokens are enough for fewer bits")
+
+
+def acceptance(seen: Observation) -> Opinion:
+    """Draft as far as a token still has a chance, and at least one, since nothing else shows a recovery."""
+    if seen.acceptance is None:
+        return Opinion("acceptance is not known yet, so as far as allowed")
+    if seen.acceptance >= 1:
+        return Opinion("every draft was accepted, so as far as allowed")
+    rate = max(seen.acceptance, 1e-6)
+    longest = max(1, int(math.log(WORTHWHILE) / math.log(rate)))
+    return Opinion(
+        f"acceptance {seen.acceptance:.2f} makes drafts beyond {longest} useless", max_draft=longest
+    )
+
+
+def quality(seen: Observation) -> Opinion:
+    """Give bits back as quality is lost."""
+    if seen.quality_loss is None:
+        return Opinion("the loss of quality is not known yet")
+    if seen.quality_loss > TOO_MUCH_LOSS:
+        says = f"{seen.quality_loss:.3f} nats lost are more than {TOO_MUCH_LOSS}, so all bits"
+        return Opinion(says, cache_format=PRECISE)
+    if seen.quality_loss > SOME_LOSS:
+        says = f"{seen.quality_loss:.3f} nats lost are more than {SOME_LOSS}, so 8 bits at least"
+        return Opinion(says, cache_format="k8v8")
+    return Opinion(f"{seen.quality_loss:.3f} nats lost are within {SOME_LOSS}")
+
+
+RULES: tuple[Rule, ...] = (pressure, prompt_length, acceptance, quality)
+
+
+class AdaptivePolicy:
+    """The tenant's bounds, cut by each of the rules."""
+
+    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
+        self._rules = tuple(rules)
+
+    def decide(self, observation: Observation) -> Decision:
+        """What all rules agree to; the reason has those that took something back."""
+        bounds = observation.bounds
+        max_draft, cache_format = bounds.speculation.ceiling, str(bounds.cache.format)
+        steps, cuts = [], []
+        for rule in self._rules:
+            opinion = rule(observation)
+            steps.append(Step(rule.__name__, opinion.says))
+            lowered = (min(max_draft, opinion.max_draft), more_precise(cache_format, opinion.cache_format))
+            if lowered != (max_draft, cache_format):
+                cuts.append(opinion.says)
+            max_draft, cache_format = lowered
+        plan = bounded_plan(bounds, max_draft, cache_format)
+        why = "; ".join(cuts) or "no rule is against what the tenant's file allows"
+        return Decision(plan, f"{plan.name}, because {why}", tuple(steps))

@@ -1,0 +1,123 @@
+"""Policies made of policies: each has the same interface as what it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from surefoot.backends.types import BASELINE_PLAN, ServingPlan, SpeculationPlan
+
+from .base import Decision, Observation, Policy, Step
+from .baseline import BaselinePolicy
+from .bounds import FORMATS, PlanBounds, more_precise, named_plan
+from .fixed import FixedPolicy
+from .supported import SUPPORTED, Supported
+
+FORCIBLE: Mapping[str, Policy] = {"baseline": BaselinePolicy(), "fixed": FixedPolicy()}
+"""What an operator may force: nothing, or all that the tenant's file allows."""
+
+
+class ByName:
+    """The policy that the tenant's file names; baseline where there is none of that name."""
+
+    def __init__(self, policies: Mapping[str, Policy]) -> None:
+        self._policies = policies
+
+    def decide(self, observation: Observation) -> Decision:
+        """Ask the policy of that name."""
+        policy = self._policies.get(observation.policy)
+        if policy is None:
+            return Decision(BASELINE_PLAN, f"there is no policy {observation.policy}, so baseline")
+        return policy.decide(observation)
+
+
+class Override:
+    """What an operator forces for now, else what the wrapped policy decides."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def decide(self, observation: Observation) -> Decision:
+        """Ask the wrapped policy only where nothing is forced."""
+        forced = FORCIBLE.get(observation.override or "")
+        if forced is None:
+            return self._policy.decide(observation)
+        plan = forced.decide(observation).plan
+        says = f"an operator forces {observation.override} for now"
+        return Decision(plan, says, (Step("override", says),))
+
+
+class OrBaseline:
+    """The baseline where the wrapped policy fails: somebody's module must not fail requests."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def decide(self, observation: Observation) -> Decision:
+        """The wrapped policy's decision, if it makes one."""
+        try:
+            return self._policy.decide(observation)
+        except Exception as error:
+            reason = f"the policy {observation.policy} failed with {type(error).__name__}, so baseline"
+            return Decision(BASELINE_PLAN, reason, (Step("failure", reason),))
+
+
+class Clamp:
+    """The wrapped policy's plan, cut to the tenant's bounds and to what this version serves.
+
+    The plan is named anew after what it does, so that a name in a header or a fingerprint can be relied on.
+    """
+
+    def __init__(self, policy: Policy, supported: Supported = SUPPORTED) -> None:
+        self._policy = policy
+        self._supported = supported
+
+    def decide(self, observation: Observation) -> Decision:
+        """Say in the reason what was cut."""
+        decision = self._policy.decide(observation)
+        wanted = named_plan(decision.plan.cache, decision.plan.speculation)
+        allowed = within_bounds(wanted, observation.bounds)
+        served = within_supported(allowed, self._supported)
+        cuts = []
+        if allowed != wanted:
+            cuts.append(Step("bounds", f"{wanted.name} is more than the tenant's file allows"))
+        if served != allowed:
+            cuts.append(Step("supported", f"{allowed.name} is not served yet by this version"))
+        if not cuts:
+            return Decision(served, decision.reason, decision.steps)
+        reason = "; but ".join([decision.reason, *(cut.says for cut in cuts)])
+        return Decision(served, f"{reason}, so {served.name}", (*decision.steps, *cuts))
+
+
+def within_bounds(plan: ServingPlan, bounds: PlanBounds) -> ServingPlan:
+    """As much of a plan as the tenant's file allows."""
+    cache_format = more_precise(plan.cache.format, bounds.cache.format)
+    limits = bounds.speculation
+    speculation = SpeculationPlan(
+        max_draft=min(plan.speculation.max_draft, limits.ceiling),
+        proposers=_common(plan.speculation.proposers, limits.proposers),
+        min_gain=max(plan.speculation.min_gain, limits.min_gain),
+    )
+    return named_plan(replace(plan.cache, format=cache_format), speculation)
+
+
+def within_supported(plan: ServingPlan, supported: Supported) -> ServingPlan:
+    """As much of a plan as the engine of this version does."""
+    cache_format = nearest_format(plan.cache.format, supported.formats)
+    proposers = _common(plan.speculation.proposers, supported.proposers)
+    return named_plan(
+        replace(plan.cache, format=cache_format), replace(plan.speculation, proposers=proposers)
+    )
+
+
+def nearest_format(cache_format: str, served: Sequence[str]) -> str:
+    """The format itself if it is served, else the next more precise one that is."""
+    if cache_format not in FORMATS:
+        return FORMATS[0]
+    up_to = FORMATS[: FORMATS.index(cache_format) + 1]
+    return [each for each in up_to if each in served or each == FORMATS[0]][-1]
+
+
+def _common(wanted: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in wanted if name in allowed)

@@ -1,0 +1,59 @@
+"""Sequences for tests of speculation: tokens, a plan, no engine."""
+
+from __future__ import annotations
+
+import itertools
+
+from surefoot.backends.engine.choice_stream import ChoiceStream
+from surefoot.backends.engine.sequence import Request, Sequence
+from surefoot.backends.types import GenerateRequest, ServingPlan, SpeculationPlan, TokenPrompt
+
+_keys = itertools.count()
+
+
+class NoText:
+    """A detokeniser for tests that look at tokens alone."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def sequence(
+    prompt: list[int],
+    output: list[int] | None = None,
+    *,
+    flow: str = "a",
+    kind: str = "",
+    proposers: tuple[str, ...] = ("ngram",),
+    max_draft: int = 8,
+    max_tokens: int = 1000,
+    prediction: tuple[int, ...] = (),
+    min_gain: float = 0.0,
+) -> Sequence:
+    """A sequence that has its prompt and some output."""
+    plan = SpeculationPlan(max_draft=max_draft, proposers=proposers, min_gain=min_gain)
+    message = GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt=TokenPrompt(tuple(prompt)),
+        plan=ServingPlan(name="test", speculation=plan),
+        flow=flow,
+        kind=kind,
+    )
+    request = Request(
+        message,
+        tuple(prompt),
+        key=next(_keys),
+        max_tokens=max_tokens,
+        seed=0,
+        arrived_s=0.0,
+        prediction_token_ids=prediction,
+    )
+    made = Sequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
+    request.sequences.append(made)
+    for token_id in output or []:
+        made.append(token_id)
+    return made

@@ -1,0 +1,331 @@
+"""Policies: what each decides, what all of them keep to, and who may add one."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from surefoot.backends.types import BASELINE_PLAN, CachePlan, ServingPlan, SpeculationPlan
+from surefoot.policies.adaptive import AdaptivePolicy
+from surefoot.policies.base import Decision, Observation, Policy
+from surefoot.policies.baseline import BaselinePolicy
+from surefoot.policies.bounds import (
+    FORMATS,
+    CacheBounds,
+    PlanBounds,
+    Protection,
+    ScheduleBounds,
+    SpeculationBounds,
+)
+from surefoot.policies.fixed import FixedPolicy
+from surefoot.policies.registry import BUILT_IN, PolicyError, load_policies, serving_policy
+from surefoot.policies.replay import RecordError, read_records, replay
+from surefoot.policies.schedule import SchedulePolicy
+from surefoot.policies.supported import EVERYTHING, SUPPORTED, Supported, unserved
+from surefoot.policies.testkit import PolicyProblem, check_policy, count_calls, sample_observations
+from surefoot.policies.wrappers import Clamp, nearest_format
+
+BOUNDS = PlanBounds(
+    speculation=SpeculationBounds(max_draft=8, proposers=("suffix", "ngram"), min_gain=0.02),
+    cache=CacheBounds(format="k8v4"),
+)
+SEEN = Observation(tenant_id="acme", model="m", bounds=BOUNDS)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_our_policies_pass_the_test_kit(name: str) -> None:
+    """Each built-in policy is pure, bounded, explained and quick, bare and as it serves."""
+    check_policy(BUILT_IN[name])
+    named = [replace(each, policy=name) for each in sample_observations()]
+    check_policy(lambda: serving_policy(load_policies([])), named)
+    check_policy(lambda: serving_policy(load_policies([]), EVERYTHING), named)
+
+
+def test_without_bounds_every_policy_is_the_baseline() -> None:
+    """What a tenant's file does not allow no policy does."""
+    for make in BUILT_IN.values():
+        for seen in sample_observations():
+            assert make().decide(replace(seen, bounds=PlanBounds())).plan == BASELINE_PLAN
+
+
+class Greedy:
+    """Wants the most of everything, whatever is allowed."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """Nothing that a tenant allows."""
+        speculation = SpeculationPlan(max_draft=64, proposers=("draft", "ngram"))
+        plan = ServingPlan(name="my\nplan", cache=CachePlan(format="k4v4"), speculation=speculation)
+        return Decision(plan, "more is more")
+
+
+def test_clamp_cuts_to_the_bounds() -> None:
+    """What serves is never beyond the tenant's file, has the name of what it does, and says what was cut."""
+    decision = Clamp(Greedy(), EVERYTHING).decide(SEEN)
+    assert decision.plan == ServingPlan(
+        name="k8v4+draft8",
+        cache=CachePlan(format="k8v4"),
+        speculation=SpeculationPlan(max_draft=8, proposers=("ngram",), min_gain=0.02),
+    )
+    assert decision.reason == (
+        "more is more; but k4v4+draft64 is more than the tenant's file allows, so k8v4+draft8"
+    )
+
+
+def test_clamp_cuts_to_what_is_served() -> None:
+    """What this version does not serve is cut to the next better thing, and the reason says so."""
+    decision = Clamp(FixedPolicy()).decide(SEEN)
+    assert decision.plan is BASELINE_PLAN
+    assert decision.reason.endswith("but k8v4+draft8 is not served yet by this version, so baseline")
+    some = Supported(proposers=("ngram",), formats=("k16v16", "k8v8"), cache_keys=())
+    assert Clamp(FixedPolicy(), some).decide(SEEN).plan == ServingPlan(
+        name="k8v8+draft8",
+        cache=CachePlan(format="k8v8"),
+        speculation=SpeculationPlan(max_draft=8, proposers=("ngram",), min_gain=0.02),
+    )
+    assert [nearest_format(each, ("k16v16", "k8v4")) for each in (*FORMATS, "k1v1")] == [
+        "k16v16",
+        "k16v16",
+        "k8v4",
+        "k8v4",
+        "k16v16",
+    ]
+
+
+def test_fixed_takes_all() -> None:
+    """`fixed` is the bounds, and disabled drafts are none."""
+    assert FixedPolicy().decide(SEEN).plan.name == "k8v4+draft8"
+    off = replace(BOUNDS, speculation=replace(BOUNDS.speculation, enabled=False))
+    assert FixedPolicy().decide(replace(SEEN, bounds=off)).plan.name == "k8v4"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "hour", "load", "inside"),
+    [
+        (ScheduleBounds(), 3.0, 10**6, True),
+        (ScheduleBounds(from_hour=9, to_hour=17), 9.0, 0, True),
+        (ScheduleBounds(from_hour=9, to_hour=17), 17.0, 0, False),
+        (ScheduleBounds(from_hour=22, to_hour=6), 23.5, 0, True),
+        (ScheduleBounds(from_hour=22, to_hour=6), 5.9, 0, True),
+        (ScheduleBounds(from_hour=22, to_hour=6), 6.0, 0, False),
+        (ScheduleBounds(from_hour=7, to_hour=7), 1.0, 0, True),
+        (ScheduleBounds(max_load=8), 1.0, 8, True),
+        (ScheduleBounds(max_load=8), 1.0, 9, False),
+    ],
+)
+def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool) -> None:
+    """`schedule` optimises within its hours, which may pass midnight, and within its load."""
+    seen = replace(SEEN, bounds=replace(BOUNDS, schedule=schedule), hour=hour, load=load)
+    assert (SchedulePolicy().decide(seen).plan.name != "baseline") == inside
+
+
+@pytest.mark.parametrize(
+    ("observed", "plan", "word"),
+    [
+        ({"num_prompt_tokens": 1000}, "draft8", "pressure 0.00 is below 0.7"),
+        ({"num_prompt_tokens": 1000, "cache_pressure": 0.7}, "k8v4+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 1000, "cache_pressure": 0.8, "service_class": "interactive"}, "draft8", "0.9"),
+        ({"num_prompt_tokens": 1000, "service_class": "batch"}, "k8v4+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 5000}, "k8v4+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 100, "cache_pressure": 1.0}, "draft8", "fewer than 512"),
+        ({"cache_pressure": 1.0, "acceptance": 0.5}, "k8v4+draft3", "beyond 3 useless"),
+        ({"cache_pressure": 1.0, "acceptance": 0.0}, "k8v4+draft1", "beyond 1 useless"),
+        ({"cache_pressure": 1.0, "acceptance": 1.0}, "k8v4+draft8", "no rule is against"),
+        ({"cache_pressure": 1.0, "quality_loss": 0.03}, "k8v8+draft8", "8 bits at least"),
+        ({"cache_pressure": 1.0, "quality_loss": 0.06}, "draft8", "all bits"),
+    ],
+)
+def test_adaptive(observed: dict[str, Any], plan: str, word: str) -> None:
+    """Each rule of `adaptive` takes back what it should, and the reason names it."""
+    decision = AdaptivePolicy().decide(replace(SEEN, **observed))
+    assert decision.plan.name == plan
+    assert word in decision.reason
+    assert [step.rule for step in decision.steps] == ["pressure", "prompt_length", "acceptance", "quality"]
+
+
+def test_an_override_goes_before_the_policy() -> None:
+    """What an operator forces holds whatever the tenant's policy says, and stays within the bounds."""
+    serving = serving_policy(load_policies([]), EVERYTHING)
+    for policy, override, plan in (
+        ("fixed", "baseline", "baseline"),
+        ("baseline", "fixed", "k8v4+draft8"),
+        ("fixed", None, "k8v4+draft8"),
+    ):
+        decision = serving.decide(replace(SEEN, policy=policy, override=override))
+        assert decision.plan.name == plan
+        assert ("an operator forces" in decision.reason) == (override is not None)
+
+
+class Broken:
+    """Fails always."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """Nothing."""
+        raise ZeroDivisionError("secret")
+
+
+def test_a_policy_that_fails_is_the_baseline() -> None:
+    """An error in somebody's module costs the optimisation, not the request; the reason names its type."""
+    decision = serving_policy({"broken": Broken()}).decide(replace(SEEN, policy="broken"))
+    assert decision.plan == BASELINE_PLAN
+    assert decision.reason == "the policy broken failed with ZeroDivisionError, so baseline"
+
+
+class Counting:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def decide(self, observation: Observation) -> Decision:
+        """Another reason every time."""
+        self.num_asked += 1
+        return Decision(BASELINE_PLAN, f"asked {self.num_asked} times")
+
+
+class Clocked:
+    """Looks at the clock."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """The baseline, but not purely."""
+        return Decision(BASELINE_PLAN, "it is early" if time.time() < 1 else "it is late")
+
+
+class Random:
+    """Draws lots."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """The baseline, but not purely."""
+        return Decision(BASELINE_PLAN, f"the lot is {random.random()}")
+
+
+class Silent:
+    """Does not say why."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """The baseline."""
+        return Decision(BASELINE_PLAN, " ")
+
+
+class Slow:
+    """Calls too many functions."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """The baseline, after a while."""
+        return Decision(BASELINE_PLAN, f"the sum is {sum(abs(each) for each in range(200))}")
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (Greedy, "went beyond the bounds"),
+        (Counting, "decided"),
+        (Clocked, "called time"),
+        (Random, "called random"),
+        (Silent, "as the reason"),
+        (Slow, "calls, more than"),
+    ],
+)
+def test_the_test_kit_finds(make: type[Policy], word: str) -> None:
+    """Each way to be no good policy is found and named."""
+    with pytest.raises(PolicyProblem, match=word):
+        check_policy(make)
+
+
+def test_a_decision_takes_few_calls() -> None:
+    """What serves calls at most 150 functions for a request, so that 50 microseconds are plenty."""
+    serving = serving_policy(load_policies([]))
+    seen = [replace(each, policy="adaptive") for each in sample_observations()]
+    calls = [count_calls(partial(serving.decide, each)) for each in seen]
+    assert max(calls) <= 150
+
+
+def entry_point(name: str, value: str) -> EntryPoint:
+    """An entry point as an installed package would have it."""
+    return EntryPoint(name, value, "surefoot.policies")
+
+
+def test_packages_add_policies() -> None:
+    """A policy of an entry point is found by its name and serves like ours."""
+    policies = load_policies([entry_point("night", "surefoot.policies.schedule:SchedulePolicy")])
+    assert set(policies) == {*BUILT_IN, "night"}
+    assert (
+        serving_policy(policies, EVERYTHING).decide(replace(SEEN, policy="night")).plan.name == "k8v4+draft8"
+    )
+    assert set(load_policies()) >= set(BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("fixed", "surefoot.policies.fixed:FixedPolicy", "two policies 'fixed'"),
+        ("mine", "no_such_package:Mine", r"'mine' \(no_such_package:Mine\) cannot be made: ModuleNotFound"),
+        ("mine", "surefoot.policies.base:Observation", "cannot be made: TypeError"),
+        ("mine", "builtins:dict", "no method 'decide'"),
+    ],
+)
+def test_packages_with_faults_are_refused(name: str, value: str, word: str) -> None:
+    """A policy that cannot be used is refused at start, by its entry point."""
+    with pytest.raises(PolicyError, match=word):
+        load_policies([entry_point(name, value)])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "key"),
+    [
+        (PlanBounds(speculation=SpeculationBounds(max_draft=1)), "speculation.max_draft"),
+        (PlanBounds(cache=CacheBounds(format="k8v8")), "cache.format"),
+        (PlanBounds(cache=CacheBounds(demote="eager")), "cache.demote"),
+        (PlanBounds(cache=CacheBounds(max_context=9)), "cache.max_context"),
+        (PlanBounds(cache=CacheBounds(protect=Protection(recent=0))), "cache.protect.recent"),
+    ],
+)
+def test_what_is_not_served_is_named(bounds: PlanBounds, key: str) -> None:
+    """Every value that asks for more than this version does is found, and none once everything is served."""
+    assert [each.key for each in unserved(bounds)] == [key]
+    assert list(unserved(bounds, EVERYTHING)) == []
+
+
+def test_what_asks_for_nothing_is_served() -> None:
+    """The defaults, and drafts that are switched off, can be served by any version."""
+    off = SpeculationBounds(enabled=False, max_draft=8, proposers=("draft",))
+    for bounds in (PlanBounds(), PlanBounds(speculation=off, reproducible=True)):
+        assert list(unserved(bounds, SUPPORTED)) == []
+    some = Supported(proposers=("ngram",), formats=("k16v16",), cache_keys=())
+    (found,) = unserved(BOUNDS, replace(some, formats=FORMATS))
+    assert (found.key, "suffix" in found.message) == ("speculation.proposers", True)
+
+
+def test_replay_says_what_would_have_changed() -> None:
+    """Recorded requests are asked again: the plan of the log stands against that of another policy."""
+    planned = {"event": "request.planned", "plan": "baseline", "observation": msgspec.to_builtins(SEEN)}
+    lines = [
+        msgspec.json.encode(planned),
+        b'{"event": "request.finished", "plan": "baseline"}',
+        b"",
+        msgspec.json.encode(replace(SEEN, policy="fixed")),
+    ]
+    serving = serving_policy(load_policies([]), EVERYTHING)
+    result = replay(read_records(lines), serving, "fixed")
+    assert (result.num_requests, result.changes) == (2, {("baseline", "k8v4+draft8"): 1})
+    assert "the policy is fixed" in result.reasons["baseline", "k8v4+draft8"]
+    same = replay(read_records(lines), serving, None)
+    assert (same.num_requests, same.changes) == (2, {})
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"tenant_id": "a"}', b'{"observation": {"tenant_id": 1}}', b"[1]"])
+def test_a_bad_line_is_named(line: bytes) -> None:
+    """A line that is no JSON object, or no observation, is refused by its number."""
+    with pytest.raises(RecordError, match="line 2: "):
+        list(read_records([b"{}", line]))
+
+
+def test_baseline_is_what_it_says() -> None:
+    """`baseline` ignores everything."""
+    assert {BaselinePolicy().decide(each).plan for each in sample_observations()} == {BASELINE_PLAN}

@@ -1,0 +1,79 @@
+"""docs/policies.md: what it shows can be used as it stands."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct
+from msgspec.structs import fields
+
+from surefoot.gateway.cli import run
+from surefoot.gateway.tenant_folder import TenantFolder
+from surefoot.gateway.tenants import Tenant
+from surefoot.policies.registry import BUILT_IN
+
+TEXT = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    """The examples in a language."""
+    return [text for name, text in BLOCKS if name == language]
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    """A folder with the page's tenant and its defaults."""
+    acme, defaults, _ = blocks("toml")
+    (tmp_path / "acme.toml").write_text(acme)
+    (tmp_path / "defaults.toml").write_text(defaults)
+    return tmp_path
+
+
+def test_tenant_files(tenants: Path) -> None:
+    """The tenant and the defaults of the page make a tenant."""
+    acme = TenantFolder(tenants, BUILT_IN).load().loaded["acme"].tenant
+    assert (acme.models, acme.limits.max_n, acme.limits.max_tokens) == (("smollm2",), 4, 1024)
+
+
+def test_module() -> None:
+    """The page's modules pass the test kit as the page runs it, and its entry point names one of them."""
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        exec(block, names)
+    (point,) = tomllib.loads(blocks("toml")[2])["project"]["entry-points"]["surefoot.policies"].values()
+    assert point.partition(":")[2] in names
+
+
+def test_commands(tenants: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of the page runs, on the page's tenant; those that serve are named right."""
+    monkeypatch.chdir(tenants.parent)
+    tenants.rename(tenants.parent / "tenants")
+    Path("surefoot.log").write_text("")
+    lines = [line.removeprefix("$ ").split() for block in blocks("console") for line in block.splitlines()]
+    assert len(lines) == 6
+    for program, *arguments in lines:
+        assert program == "surefoot"
+        if arguments[0] != "serve":
+            assert run(arguments, {}) == 0, capsys.readouterr().err
+
+
+def keys_of(shape: Any, prefix: str = "") -> list[str]:
+    """Every key that a tenant's file may have, dotted."""
+    found = []
+    for each in fields(shape):
+        inner = each.type if isinstance(each.type, type) and issubclass(each.type, Struct) else None
+        found += keys_of(inner, f"{prefix}{each.name}.") if inner else [prefix + each.name]
+    return found
+
+
+def test_every_key_is_documented() -> None:
+    """The table of keys names each of them, the later ones of a table by their last word."""
+    table = TEXT.partition("### All keys")[2].partition("###")[0]
+    for key in keys_of(Tenant):
+        names = (f"`{key}`", f"`.{key.rpartition('.')[2]}`", f"`[[{key}]]`")
+        assert any(name in table for name in names), key
