@@ -50,6 +50,7 @@ class Script(Struct, frozen=True, kw_only=True):
     error: Exception | None = None
     error_at: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class FakeBackend:
@@ -212,7 +213,8 @@ class FakeBackend:
         )
         ttft = (first or now) - begun
         tpot = (now - begun - ttft) / (len(pieces) - 1) if len(pieces) > 1 else None
-        yield Finished(usage, Timings(queue_s=ttft, ttft_s=ttft, tpot_s=tpot, total_s=now - begun))
+        timings = Timings(queue_s=ttft, ttft_s=ttft, tpot_s=tpot, total_s=now - begun)
+        yield Finished(usage, timings, script.num_preemptions)
 
     async def _wait(self, gate: asyncio.Event | None, deadline_s: float | None, begun: float) -> None:
         if gate is None:

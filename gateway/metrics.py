@@ -25,35 +25,13 @@ from prometheus_client.registry import Collector
 from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
 
+from .buckets import LAG_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
+from .promise_metrics import PromiseMetrics
 from .record import RequestRecord
 
 # Litestar adds the charset itself.
 CONTENT_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 MODEL = ("model_name",)
-# Finer than vLLM's at the short end: small models answer in milliseconds.
-TOKEN_BUCKETS = (
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    40,
-)
-WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
-REQUEST_BUCKETS = (0.1, 0.3, 0.5, 1, 1.5, 2.5, 5, 10, 15, 30, 60, 120, 240, 480, 960, 1920)
-LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5)
 
 
 class Reading(Struct, frozen=True):
@@ -125,6 +103,7 @@ class Metrics:
             (*MODEL, "finished_reason"),
             registry=registry,
         )
+        self._promises = PromiseMetrics(registry)
         self._requests = Counter(
             "surefoot_requests", "HTTP requests.", ("tenant", "route", "method", "status"), registry=registry
         )
@@ -151,6 +130,7 @@ class Metrics:
         known = record.route is not None
         labels = (record.tenant_id or "", record.route or "unknown", record.method if known else "unknown")
         self._requests.labels(*labels, str(record.status)).inc()
+        self._promises.observe(record)
         if record.model is None or not record.started:
             return
         for reason in record.end_reasons:

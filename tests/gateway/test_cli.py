@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from surefoot.backends.catalog import packaged_models
 from surefoot.gateway.cli import EXIT_USAGE, run
 from surefoot.gateway.settings import ServeSettings, default_text, describe, flag_name
 from surefoot.gateway.tenant_folder import TenantFolder
-from surefoot.gateway.tenants import Tenants
+from surefoot.gateway.tenants import Tenants, hash_key
+from surefoot.gateway.usage_store import UsageRow, UsageStore
 
 
 class Outcome(Struct, frozen=True):
@@ -60,11 +62,13 @@ def test_help_lists_the_commands(cli: Cli, arguments: tuple[str, ...]) -> None:
     """Without a command the help is shown: the commands, and lines that can be typed."""
     outcome = cli(*arguments)
     assert outcome.status == 0
-    assert {"serve", "config", "key", "models"} <= set(re.findall(r"│ (\w+) ", outcome.out))
+    assert {"serve", "config", "key", "models", "usage"} <= set(re.findall(r"│ (\w+) ", outcome.out))
     assert "    surefoot serve\n" in outcome.out
 
 
-@pytest.mark.parametrize("command", [("serve",), ("config",), ("models",), ("key", "new"), ("simulate",)])
+@pytest.mark.parametrize(
+    "command", [("serve",), ("config",), ("models",), ("usage",), ("key", "new"), ("simulate",)]
+)
 def test_help_has_examples(cli: Cli, command: tuple[str, ...]) -> None:
     """Each command's help has a line that can be typed."""
     assert f"\n    surefoot {' '.join(command)}" in cli(*command, "--help").out
@@ -135,6 +139,63 @@ def test_new_key_is_a_tenants_key(cli: Cli, tmp_path: Path) -> None:
     tenants = Tenants(TenantFolder(tmp_path, ["baseline"]).load().tenants)
     assert tenants.authenticate(f"Bearer {key[1]}").id == "acme"
     assert cli("key", "new").out != outcome.out
+
+
+def test_usage(cli: Cli, tmp_path: Path) -> None:
+    """`usage` shows a file's rows of a period as a table or as JSON; the file is the server's by default."""
+    cli.environ = {"XDG_STATE_HOME": str(tmp_path)}
+    with closing(UsageStore(tmp_path / "surefoot" / "usage.db")) as store:
+        for day in ("2026-01-30", "2026-01-31"):
+            store.add([UsageRow(day=day, tenant="acme", model="m", sla_class="batch", requests=3)])
+    assert [line.split()[0] for line in cli("usage").out.splitlines()] == [
+        "day",
+        "2026-01-30",
+        "2026-01-31",
+        "total",
+    ]
+    (row,) = msgspec.json.decode(cli("usage", "--since", "2026-01-31", "--json").out)
+    assert (row["day"], row["tenant"], row["class"], row["requests"]) == ("2026-01-31", "acme", "batch", 3)
+    assert cli("usage", "--until", "2026-01-01").out == "No usage.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--usage-db", "/no/such.db"), "there is no usage file /no/such.db"),
+        (("--usage-db", "none"), "usage_db = 'none' (--usage-db): no usage is kept"),
+        (("--since", "soon"), "soon"),
+    ],
+)
+def test_usage_that_is_not_there(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
+    """Where no usage is kept, or a day is none, one message says so."""
+    outcome = cli("usage", *arguments)
+    assert (outcome.status, outcome.out) == (EXIT_USAGE, "")
+    assert said in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("classes", "[gold]\nprority = 1", "unknown key 'prority'"),
+        ("tenants", '[classes]\ndefault = "gold"', "there is no SLA class 'gold'"),
+        ("usage_db", "", "usage file"),
+    ],
+)
+def test_files_of_no_use_end_the_start(tmp_path: Path, name: str, text: str, said: str) -> None:
+    """Classes, tenants' choices of them and a usage file that cannot be used are refused before the start."""
+    value = tmp_path / name
+    if name == "tenants":
+        value.mkdir()
+        (value / "a.toml").write_text(f'id = "a"\nkey_hashes = ["{hash_key("k")}"]\n{text}')
+    elif name == "usage_db":
+        value.mkdir()
+    else:
+        value.write_text(text)
+    program = [Path(sys.executable).with_name("surefoot"), "serve", flag_name(name), value, "--port", "0"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_models(cli: Cli, tmp_path: Path) -> None:
