@@ -19,7 +19,7 @@ from ..layout import FULL, INT4, INT8, K8V4, BlockLayout, CacheFormat
 from .aot import AotCase
 from .fold import FOLD_SPLITS, fold_splits
 from .rows import BLOCK_M, TILE_KEYS, attend_rows
-from .splits import FEW_ROWS, MAX_PROGRAMS, SPLIT_BLOCKS, TILE_TOKENS, TILE_WORDS, attend_splits
+from .splits import FEW_ROWS, MAX_PROGRAMS, SPLIT_BLOCKS, SPLIT_STAGES, TILE_TOKENS, attend_splits, split_warps
 from .tiles import (
     Pool,
     Window,
@@ -177,6 +177,7 @@ def _attend_few(call: _Call) -> None:
             cu_rows=call.cu_rows,
             full=committed.pool.full,
             words=committed.pool.words,
+            shorts=committed.pool.shorts,
             **past_args(committed.pasts, call.num_sequences),
             **window_args(call.window),
             parts_out=parts_out,
@@ -187,7 +188,8 @@ def _attend_few(call: _Call) -> None:
             scale=call.scale,
             PARTS=_parts(call),
             **constants,
-            **_split_launch(constants["BLOCK_M"]),
+            num_warps=split_warps(q.shape[2]),
+            num_stages=SPLIT_STAGES,
         )
     args = _shared_args(call)
     del args["slot_positions"], args["position_width"]
@@ -207,7 +209,7 @@ def _attend_many(call: _Call) -> None:
     """Rows of long sequences."""
     committed, head_dim = call.committed, call.q.shape[2]
     # Without a past nothing is read through these.
-    pool = committed.pool if committed else Pool(call.q, call.q, call.q, call.q)
+    pool = committed.pool if committed else Pool(*[call.q] * 5)
     constants = _rows_constants(head_dim, call.group, call.num_kv_heads)
     tiles = call.q.shape[0] // (constants["M"] // call.group) + call.num_sequences
     attend_rows[(tiles, call.num_kv_heads)](
@@ -268,13 +270,9 @@ def _split_constants(layout: BlockLayout, group: int, rows: int, max_rows: int) 
         "D": padded(layout.head_dim),
         "HALF": padded(layout.head_dim // 2),
         "TOKENS": TILE_TOKENS,
-        "WORDS": TILE_WORDS,
+        "WORDS": 8 * split_warps(layout.head_dim),
         "SPLIT": SPLIT_BLOCKS,
     }
-
-
-def _split_launch(block_m: int) -> dict[str, int]:
-    return {"num_warps": 2 if block_m <= 32 else 4, "num_stages": 3}
 
 
 def _fold_constants(head_dim: int, group: int, num_kv_heads: int, max_rows: int) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def observe_past(
     )
     q_sum = tl.sum(own_q.to(tl.float32), 1)
     dims = tl.arange(0, D)
-    scores = past_scores(own_q, q_sum, full, codes, halves, base, slots, live, dims, PART, HEAD_DIM)
+    scores = past_scores(own_q, q_sum, full, codes, halves, base, tokens, length, dims, PART, HEAD_DIM)
     seen = live
     if window is not None:
         position = tl.load(slot_positions + block.to(tl.int64) * position_width + slots, mask=live, other=0)

@@ -166,7 +166,7 @@ def _attend_past(
         tokens = tl.multiple_of(first, T) + tl.arange(0, T)
         live = tokens < length
         block, slots, base = locate(table, tokens, length, head, PART, BLOCK_BYTES, HEAD_BYTES)
-        scores = past_scores(q, q_sum, full, codes, halves, base, slots, live, dims, PART, HEAD_DIM)
+        scores = past_scores(q, q_sum, full, codes, halves, base, tokens, length, dims, PART, HEAD_DIM)
         seen = live[None, :]
         if window is not None:
             position = tl.load(slot_positions + block.to(tl.int64) * position_width + slots, mask=live, other=0)

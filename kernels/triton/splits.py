@@ -61,8 +61,15 @@ that programs without work cost nothing much.
 TILE_TOKENS = 32
 """Tokens of a tile in full precision: 16 KiB at head_dim 128, of which 3 are in flight per program."""
 
-TILE_WORDS = 16
-"""Words of K of a quantised tile, 64 tokens: the inner dimension of one 16-bit matrix instruction in P @ V."""
+SPLIT_STAGES = 3
+"""Tiles in flight, and one being worked on."""
+
+
+def split_warps(head_dim: int) -> int:
+    """Warps of a program. A tile's words of K, 8 per warp, and the units of 4 codes in a row of V are spread over
+    the warps, 8 to each, so that no code is unpacked twice.
+    """
+    return 4 if head_dim > 64 else 2
 
 
 @triton.jit
@@ -97,12 +104,13 @@ def _high(word):
 def _key_words(words, base, inner, live, rows, PART: tl.constexpr, ROWS: tl.constexpr):
     """Words of K `[K, T]` whose lane j is the code of token `4 * inner + j`."""
     mask = (rows < ROWS)[:, None] & live[None, :]
-    at = (base // 4 + inner)[None, :] + (rows * PART[2] // 4)[:, None]
+    # rows * capacity / 4, as what a processor adds to one address for every fourth row.
+    at = (base // 4 + inner)[None, :] + (rows // 4 * PART[2] + rows % 4 * PART[2] // 4)[:, None]
     word = tl.load(words + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
     if PART[2] % 4 != 0:
         # The row begins within a word; the next one is still within the block, as V follows.
         after = tl.load(words + at + 1, mask=mask, other=0).to(tl.uint32, bitcast=True)
-        shift = (rows * PART[2] % 4 * 8).to(tl.uint32)[:, None]
+        shift = (rows % 4 * PART[2] % 4 * 8).to(tl.uint32)[:, None]
         word = (word >> shift) | ((after << 1) << (31 - shift))
     return word
 
@@ -113,6 +121,7 @@ def _attend_codes(
     q_high,
     q_sum,
     words,
+    shorts,
     table,
     first_block,
     end,
@@ -133,9 +142,9 @@ def _attend_codes(
     """
     M: tl.constexpr = q_low.shape[0]
     KEY_ROWS: tl.constexpr = HEAD_DIM * PART[0] // 8
-    VALUE_WORDS: tl.constexpr = HEAD_DIM * PART[1] // 32
-    C: tl.constexpr = triton.next_power_of_2(VALUE_WORDS)
-    LANES: tl.constexpr = 32 // PART[1]
+    UNITS: tl.constexpr = HEAD_DIM // 4
+    UNIT_BYTES: tl.constexpr = PART[1] // 2
+    C: tl.constexpr = triton.next_power_of_2(UNITS)
     VALUE: tl.constexpr = tl.float32 if q_low.dtype == tl.float32 else tl.bfloat16
     BLOCK_WORDS: tl.constexpr = (PART[2] + 3) // 4
     CENTRE: tl.constexpr = 2 ** (PART[1] - 1)
@@ -146,14 +155,15 @@ def _attend_codes(
     total = tl.zeros((M,), tl.float32)
     shift = tl.zeros((M,), tl.float32)
     out = ()
-    for _ in tl.static_range(LANES):
+    for _ in tl.static_range(4):
         out = out + (tl.zeros((M, C), tl.float32),)
     begin = first_block * BLOCK_WORDS
     stop = end // PART[2] * BLOCK_WORDS + (end % PART[2] + 3) // 4
+    word = begin + tl.arange(0, T)
+    block = tl.load(table + word // BLOCK_WORDS, mask=word < stop, other=0)
     for first in range(begin, stop, T):
         word = first + tl.arange(0, T)
         live = word < stop
-        block = tl.load(table + word // BLOCK_WORDS, mask=live, other=0)
         inner = word % BLOCK_WORDS
         base = block.to(tl.int64) * BLOCK_BYTES + head * HEAD_BYTES
         key = _key_words(words, base, inner, live, key_rows, PART, KEY_ROWS)
@@ -195,15 +205,16 @@ def _attend_codes(
         total = total * fade
         shift = shift * fade
         faded = ()
-        for a in tl.static_range(LANES):
+        for a in tl.static_range(4):
             faded = faded + (out[a] * fade[:, None],)
         for j in tl.static_range(4):
-            row = (4 * inner + j) * VALUE_WORDS
-            value = tl.load(
-                words + (base // 4 + PART[3] // 4 + row)[:, None] + columns[None, :],
-                mask=lives[j][:, None] & (columns < VALUE_WORDS)[None, :],
-                other=0,
-            ).to(tl.uint32, bitcast=True)  # [T, C]
+            row = base // UNIT_BYTES + PART[3] // UNIT_BYTES + (4 * inner + j) * UNITS
+            at = row[:, None] + columns[None, :]
+            mask = lives[j][:, None] & (columns < UNITS)[None, :]
+            if PART[1] == 8:
+                value = tl.load(words + at, mask=mask, other=0)  # [T, C]
+            else:
+                value = tl.load(shorts + at, mask=mask, other=0).to(tl.int32)
             share = tl.exp2(scores[j] - finite[:, None])  # [M, T]
             scaled = (share * tl.where(lives[j], value_scales[j], 0.0)[None, :]).to(VALUE)
             middle = tl.where(lives[j], value_zeros[j] + CENTRE * value_scales[j], 0.0)
@@ -211,15 +222,18 @@ def _attend_codes(
             excess = (CENTRE + bias(PART[1], VALUE)) * scaled.to(tl.float32)
             shift += tl.sum(share * middle[None, :] - excess, 1)
             sums = ()
-            for a in tl.static_range(LANES):
-                # In 4 bits lanes 0 to 3 are the low halves of bytes 0 to 3, and 4 to 7 the high ones.
-                code = (value >> (8 * (a % 4) + 4 * (a // 4))) & (2 ** PART[1] - 1)
-                code = number(code.to(tl.int32), PART[1], VALUE)
+            for a in tl.static_range(4):
+                # In 4 bits lanes 0 and 1 are the low halves of bytes 0 and 1, and 2 and 3 the high ones.
+                if PART[1] == 8:
+                    code = number((value >> (8 * a)) & 255, 8, VALUE)
+                else:
+                    code = number((value >> (8 * (a % 2) + 4 * (a // 2))) & 15, 4, VALUE)
                 sums = sums + (tl.dot(scaled, code, faded[a], input_precision="ieee"),)
             faded = sums
         out = faded
+        block = tl.load(table + (word + T) // BLOCK_WORDS, mask=word + T < stop, other=0)
     moved = ()
-    for a in tl.static_range(LANES):
+    for a in tl.static_range(4):
         moved = moved + (out[a] + shift[:, None],)
     return moved, top, total
 
@@ -250,11 +264,14 @@ def _attend_full(
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
     out = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
+    tokens = first_block * 16 + tl.arange(0, T)
+    block = tl.load(table + tokens // 16, mask=tokens < end, other=0)
     for first in range(first_block * 16, end, T):
         tokens = tl.multiple_of(first, 16) + tl.arange(0, T)
         live = tokens < end
-        block, slots, base = locate(table, tokens, end, head, PART, BLOCK_BYTES, HEAD_BYTES)
-        k = keys(full, full, base, slots, live, dims, PART, HEAD_DIM, q.dtype)
+        slots = tokens % 16
+        base = block.to(tl.int64) * BLOCK_BYTES + head * HEAD_BYTES
+        k = keys(full, full, base, tokens, end, dims, PART, HEAD_DIM, q.dtype)
         scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, T]
         seen = live[None, :]
         if window is not None:
@@ -266,6 +283,7 @@ def _attend_full(
         total = total * fade + tl.sum(shares, 1)
         v = values(full, full, base, slots, live, dims, PART, HEAD_DIM, q.dtype)
         out = tl.dot(shares.to(q.dtype), v, out * fade[:, None], input_precision="ieee")
+        block = tl.load(table + (tokens + T) // 16, mask=tokens + T < end, other=0)
     return out, top, total
 
 
@@ -277,6 +295,7 @@ def _attend_part(
     own_positions,
     full,
     words,
+    shorts,
     table,
     length,
     turn,
@@ -341,6 +360,7 @@ def _attend_part(
                 q_high,
                 q_sum,
                 words,
+    shorts,
                 table,
                 split * SPLIT,
                 end,
@@ -358,9 +378,12 @@ def _attend_part(
             )
             whole = tl.where(total == 0.0, 1.0, total)
             columns = tl.arange(0, lanes[0].shape[1])
-            mask = here[:, None] & (columns < HEAD_DIM * PART[1] // 32)[None, :]
-            for a in tl.static_range(32 // PART[1]):
-                dim = 4 * columns + a % 4 + a // 4 * (HEAD_DIM // 2)
+            mask = here[:, None] & (columns < HEAD_DIM // 4)[None, :]
+            for a in tl.static_range(4):
+                if PART[1] == 8:
+                    dim = 4 * columns + a
+                else:
+                    dim = 2 * columns + a % 2 + a // 2 * (HEAD_DIM // 2)
                 tl.store(parts_out + target + dim[None, :], lanes[a] / whole[:, None], mask=mask)
         tl.store(parts_lse + place + split, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole)), mask=here)
 
@@ -371,6 +394,7 @@ def attend_splits(
     cu_rows,
     full,
     words,
+    shorts,
     tables,
     lengths,
     widths,
@@ -427,6 +451,7 @@ def attend_splits(
             own_positions,
             full,
             words,
+    shorts,
             tables[i] + b.to(tl.int64) * widths[i],
             tl.load(lengths[i] + b),
             tl.program_id(0),

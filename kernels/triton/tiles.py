@@ -51,10 +51,11 @@ class Window(Struct, frozen=True, kw_only=True):
 
 
 class Pool(Struct, frozen=True):
-    """A layer's blocks, seen as numbers, bytes, words and halves."""
+    """A layer's blocks, seen as numbers, bytes, integers of 2 and 4 bytes, and float16."""
 
     full: Tensor
     codes: Tensor
+    shorts: Tensor
     words: Tensor
     halves: Tensor
 
@@ -65,7 +66,8 @@ def pool_of(layer: Tensor, layout: BlockLayout) -> Pool:
     assert layer.is_contiguous()
     assert layer.shape[1] == layout.block_bytes
     assert layout.head_dim % 8 == 0, layout.head_dim
-    return Pool(layer.view(layout.dtype), layer, layer.view(torch.int32), layer.view(torch.float16))
+    views = (layer.view(d) for d in (layout.dtype, torch.uint8, torch.int16, torch.int32, torch.float16))
+    return Pool(*views)
 
 
 def part_of(layout: BlockLayout, own: CacheFormat) -> Part:
@@ -187,20 +189,22 @@ def locate(table, tokens, end, head, PART: tl.constexpr, BLOCK_BYTES: tl.constex
 
 @triton.jit
 def keys(
-    full, codes, base, slots, live, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr
+    full, codes, base, tokens, end, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr
 ):
     """K of a tile `[D, T]` in `DTYPE`, plus its bias."""
     inside = (dims < HEAD_DIM)[:, None]
+    slots = tokens % PART[2]
     if PART[0] == 16:
         ITEM: tl.constexpr = full.dtype.element_ty.primitive_bitwidth // 8
         at = (base // ITEM + slots)[None, :] + dims[:, None] * 16  # [D, T]
-        # Tokens of a block lie side by side, and tiles begin with a block: dead ones are loaded with the rest.
+        # A tile begins with a block, whose tokens lie side by side. A mask that differs among them would make
+        # loads of one element each, so a block's dead tokens are loaded with the rest.
         at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 16))
-        loaded = tl.max_constancy(live, 16)
-        return tl.load(full + at, mask=inside & loaded[None, :], other=0.0).to(DTYPE)
+        held = tokens // 16 < (end + 15) // 16
+        return tl.load(full + at, mask=inside & held[None, :], other=0.0).to(DTYPE)
     ROWS: tl.constexpr = HEAD_DIM * PART[0] // 8
     at = (base + slots)[None, :] + (dims % ROWS)[:, None] * PART[2]
-    code = tl.load(codes + at, mask=inside & live[None, :], other=0).to(tl.int32)
+    code = tl.load(codes + at, mask=inside & (tokens < end)[None, :], other=0).to(tl.int32)
     if PART[0] == 4:
         code = (code >> (dims // ROWS * 4)[:, None]) & 15
     return number(code, PART[0], DTYPE)
@@ -233,12 +237,13 @@ def pair(halves, base, slots, live, ROW: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def past_scores(
-    q, q_sum, full, codes, halves, base, slots, live, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr
+    q, q_sum, full, codes, halves, base, tokens, end, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """Scores `[M, T]` of queries `[M, D]`, not yet scaled; anything where no token is."""
-    k = keys(full, codes, base, slots, live, dims, PART, HEAD_DIM, q.dtype)
+    k = keys(full, codes, base, tokens, end, dims, PART, HEAD_DIM, q.dtype)
     scores = tl.dot(q, k, input_precision="ieee")
     if PART[0] != 16:
+        slots, live = tokens % PART[2], tokens < end
         scale = pair(halves, base, slots, live, 0, PART)
         zero = pair(halves, base, slots, live, 1, PART) - bias(PART[0], q.dtype) * scale
         scores = scores * scale[None, :] + q_sum[:, None] * zero[None, :]
