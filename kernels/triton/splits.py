@@ -18,6 +18,8 @@ head_dim per query vector and token, as they must be; and about 1.5 per code to 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,7 @@ from .tiles import (
     keys,
     locate,
     number,
+    two_numbers,
     padded,
     part_of,
     past_args,
@@ -63,6 +66,18 @@ TILE_TOKENS = 32
 
 SPLIT_STAGES = 3
 """Tiles in flight, and one being worked on."""
+
+
+@triton.constexpr_function
+def key_classes(capacity: int) -> int:
+    """Rows of K in turn begin at this many different places within a 4-byte word."""
+    return 4 // math.gcd(capacity, 4)
+
+
+@triton.constexpr_function
+def value_lanes(head_dim: int) -> int:
+    """Codes of a unit of V: as few as leave a row at least 32 units, 8 for each warp, at head_dim 64, 96 or 128."""
+    return 4 if head_dim > 64 else 2
 
 
 def split_warps(head_dim: int) -> int:
@@ -101,27 +116,49 @@ def _high(word):
 
 
 @triton.jit
-def _key_words(words, base, inner, live, rows, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Words of K `[K, T]` whose lane j is the code of token `4 * inner + j`."""
-    mask = (rows < ROWS)[:, None] & live[None, :]
-    # rows * capacity / 4, as what a processor adds to one address for every fourth row.
-    at = (base // 4 + inner)[None, :] + (rows // 4 * PART[2] + rows % 4 * PART[2] // 4)[:, None]
-    word = tl.load(words + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    if PART[2] % 4 != 0:
+def _key_words(words, base, inner, live, CLASS: tl.constexpr, rows, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Words of K `[K, T]` whose lane j is the code of token `4 * inner + j`, of every `key_classes`-th row from
+    `CLASS` on.
+    """
+    CLASSES: tl.constexpr = key_classes(PART[2])
+    SHIFT: tl.constexpr = CLASS * PART[2] % 4 * 8
+    mask = (rows < ROWS // CLASSES)[:, None] & live[None, :]
+    at = (base // 4 + CLASS * PART[2] // 4 + inner)[None, :] + rows[:, None] * (CLASSES * PART[2] // 4)
+    word = tl.load(words + at, mask=mask, other=0)
+    if SHIFT > 0:
         # The row begins within a word; the next one is still within the block, as V follows.
-        after = tl.load(words + at + 1, mask=mask, other=0).to(tl.uint32, bitcast=True)
-        shift = (rows % 4 * PART[2] % 4 * 8).to(tl.uint32)[:, None]
-        word = (word >> shift) | ((after << 1) << (31 - shift))
+        after = tl.load(words + at + 1, mask=mask, other=0)
+        word = ((word >> SHIFT) & (2 ** (32 - SHIFT) - 1)) | (after << (32 - SHIFT))
     return word
 
 
 @triton.jit
+def unit_number(unit, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The number in a lane of units: in 4 bits the low halves of a unit's bytes come first, then the high ones."""
+    if BITS == 8:
+        return number(((unit >> (8 * LANE)) & 255).to(tl.int32), 8, DTYPE)
+    HALF: tl.constexpr = LANES // 2
+    return number(((unit >> (8 * (LANE % HALF) + 4 * (LANE // HALF))) & 15).to(tl.int16), 4, DTYPE)
+
+
+@triton.jit
+def unit_dim(
+    units, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """The output dimensions that a lane of units belongs to."""
+    if BITS == 8:
+        return LANES * units + LANE
+    HALF: tl.constexpr = LANES // 2
+    return HALF * units + LANE % HALF + LANE // HALF * (HEAD_DIM // 2)
+
+
+@triton.jit
 def _attend_codes(
-    q_low,
-    q_high,
+    q,
     q_sum,
     words,
     shorts,
+    codes,
     table,
     first_block,
     end,
@@ -137,26 +174,28 @@ def _attend_codes(
     HEAD_BYTES: tl.constexpr,
     T: tl.constexpr,
 ):
-    """A quantised split: tokens from block `first_block` to `end`. Returns what is said of `_attend_full`, the
-    output as one `[M, C]` for each code of a word of V.
+    """A quantised split: tokens from block `first_block` to `end`; `q` as `_load_for_codes` gives it. Returns what is
+    said of `_attend_full`, the output as 4 `[M, C]` of the units' lanes.
     """
-    M: tl.constexpr = q_low.shape[0]
+    M: tl.constexpr = q[0].shape[0]
+    DTYPE: tl.constexpr = q[0].dtype
+    CLASSES: tl.constexpr = key_classes(PART[2])
     KEY_ROWS: tl.constexpr = HEAD_DIM * PART[0] // 8
-    UNITS: tl.constexpr = HEAD_DIM // 4
-    UNIT_BYTES: tl.constexpr = PART[1] // 2
-    C: tl.constexpr = triton.next_power_of_2(UNITS)
-    VALUE: tl.constexpr = tl.float32 if q_low.dtype == tl.float32 else tl.bfloat16
+    LANES: tl.constexpr = value_lanes(HEAD_DIM)
+    UNITS: tl.constexpr = HEAD_DIM // LANES
+    UNIT_BITS: tl.constexpr = PART[1] * LANES
+    VALUE: tl.constexpr = tl.float32 if DTYPE == tl.float32 else tl.bfloat16
     BLOCK_WORDS: tl.constexpr = (PART[2] + 3) // 4
     CENTRE: tl.constexpr = 2 ** (PART[1] - 1)
 
-    key_rows = tl.arange(0, q_low.shape[1])
-    columns = tl.arange(0, C)
+    key_rows = tl.arange(0, q[0].shape[1])
+    columns = tl.arange(0, triton.next_power_of_2(UNITS))
     top = tl.full((M,), float("-inf"), tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    shift = tl.zeros((M,), tl.float32)
+    total = tl.zeros((M, T), tl.float32)
+    shift = tl.zeros((M, T), tl.float32)
     out = ()
-    for _ in tl.static_range(4):
-        out = out + (tl.zeros((M, C), tl.float32),)
+    for _ in tl.static_range(LANES):
+        out = out + (tl.zeros((M, columns.shape[0]), tl.float32),)
     begin = first_block * BLOCK_WORDS
     stop = end // PART[2] * BLOCK_WORDS + (end % PART[2] + 3) // 4
     word = begin + tl.arange(0, T)
@@ -166,7 +205,12 @@ def _attend_codes(
         live = word < stop
         inner = word % BLOCK_WORDS
         base = block.to(tl.int64) * BLOCK_BYTES + head * HEAD_BYTES
-        key = _key_words(words, base, inner, live, key_rows, PART, KEY_ROWS)
+        # [M, T] for each lane
+        dots = (0.0, 0.0, 0.0, 0.0)
+        for c in tl.static_range(CLASSES):
+            key = _key_words(words, base, inner, live, c, key_rows, PART, KEY_ROWS)
+            for half in tl.static_range(8 // PART[0]):
+                dots = _add_products(dots, q[half * CLASSES + c], key, 4 * half, PART[0], c + half == 0)
         key_scales = _lane_pairs(words, base, inner, live, 0, PART, HEAD_BYTES)
         key_zeros = _lane_pairs(words, base, inner, live, 1, PART, HEAD_BYTES)
         value_scales = _lane_pairs(words, base, inner, live, 2, PART, HEAD_BYTES)
@@ -174,68 +218,99 @@ def _attend_codes(
 
         scores = ()
         lives = ()
-        new = top
         for j in tl.static_range(4):
             slot = 4 * inner + j
             here = live & (slot < PART[2]) & (word // BLOCK_WORDS * PART[2] + slot < end)
-            if PART[0] == 8:
-                code = number(((key >> (8 * j)) & 255).to(tl.int32), 8, q_low.dtype)
-                dots = tl.dot(q_low, code, input_precision="ieee")
-            else:
-                low = number(((key >> (8 * j)) & 15).to(tl.int32), 4, q_low.dtype)
-                high = number(((key >> (8 * j + 4)) & 15).to(tl.int32), 4, q_low.dtype)
-                dots = tl.dot(q_low, low, input_precision="ieee")
-                dots = tl.dot(q_high, high, dots, input_precision="ieee")
-            zero = key_zeros[j] - bias(PART[0], q_low.dtype) * key_scales[j]
-            score = (dots * key_scales[j][None, :] + q_sum[:, None] * zero[None, :]) * scale
+            zero = (key_zeros[j] - bias(PART[0], DTYPE) * key_scales[j]) * scale
+            score = dots[j] * (key_scales[j] * scale)[None, :] + q_sum[:, None] * zero[None, :]
             seen = here[None, :]
             if window is not None:
                 position = tl.load(
                     slot_positions + block.to(tl.int64) * position_width + slot, mask=here, other=0
                 )
                 seen = seen & (position[None, :] > row_positions[:, None] - window)
-            score = tl.where(seen, score, float("-inf"))
-            scores = scores + (score,)
+            scores = scores + (tl.where(seen, score, float("-inf")),)
             lives = lives + (here,)
-            new = tl.maximum(new, tl.max(score, 1))
+        highest = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
+        top, finite, fade = advance(top, highest)
 
-        finite = tl.where(new == float("-inf"), 0.0, new)
-        fade = tl.exp2(top - finite)
-        top = new
-        total = total * fade
-        shift = shift * fade
+        total *= fade[:, None]
+        shift *= fade[:, None]
+        scaled = ()
+        for j in tl.static_range(4):
+            share = tl.exp2(scores[j] - finite[:, None])  # [M, T]
+            middle = tl.where(lives[j], value_zeros[j] + CENTRE * value_scales[j], 0.0)
+            rounded = (share * tl.where(lives[j], value_scales[j], 0.0)[None, :]).to(VALUE)
+            total += share
+            shift += share * middle[None, :]
+            if VALUE == tl.float32 or PART[1] == 4:
+                shift -= (CENTRE + bias(PART[1], VALUE)) * rounded.to(tl.float32)
+            scaled = scaled + (rounded,)
         faded = ()
-        for a in tl.static_range(4):
+        for a in tl.static_range(LANES):
             faded = faded + (out[a] * fade[:, None],)
         for j in tl.static_range(4):
-            row = base // UNIT_BYTES + PART[3] // UNIT_BYTES + (4 * inner + j) * UNITS
+            row = base * 8 // UNIT_BITS + PART[3] * 8 // UNIT_BITS + (4 * inner + j) * UNITS
             at = row[:, None] + columns[None, :]
             mask = lives[j][:, None] & (columns < UNITS)[None, :]
-            if PART[1] == 8:
-                value = tl.load(words + at, mask=mask, other=0)  # [T, C]
+            if UNIT_BITS == 32:
+                unit = tl.load(words + at, mask=mask, other=0)  # [T, C]
+            elif UNIT_BITS == 16:
+                unit = tl.load(shorts + at, mask=mask, other=0)
             else:
-                value = tl.load(shorts + at, mask=mask, other=0).to(tl.int32)
-            share = tl.exp2(scores[j] - finite[:, None])  # [M, T]
-            scaled = (share * tl.where(lives[j], value_scales[j], 0.0)[None, :]).to(VALUE)
-            middle = tl.where(lives[j], value_zeros[j] + CENTRE * value_scales[j], 0.0)
-            total += tl.sum(share, 1)
-            excess = (CENTRE + bias(PART[1], VALUE)) * scaled.to(tl.float32)
-            shift += tl.sum(share * middle[None, :] - excess, 1)
+                unit = tl.load(codes + at, mask=mask, other=0)
             sums = ()
-            for a in tl.static_range(4):
-                # In 4 bits lanes 0 and 1 are the low halves of bytes 0 and 1, and 2 and 3 the high ones.
-                if PART[1] == 8:
-                    code = number((value >> (8 * a)) & 255, 8, VALUE)
-                else:
-                    code = number((value >> (8 * (a % 2) + 4 * (a // 2))) & 15, 4, VALUE)
-                sums = sums + (tl.dot(scaled, code, faded[a], input_precision="ieee"),)
+            for a in tl.static_range(LANES):
+                number_a = unit_number(unit, a, LANES, PART[1], VALUE)
+                sums = sums + (tl.dot(scaled[j], number_a, faded[a], input_precision="ieee"),)
             faded = sums
         out = faded
         block = tl.load(table + (word + T) // BLOCK_WORDS, mask=word + T < stop, other=0)
     moved = ()
-    for a in tl.static_range(4):
-        moved = moved + (out[a] + shift[:, None],)
-    return moved, top, total
+    for a in tl.static_range(LANES):
+        moved = moved + (out[a] + tl.sum(shift, 1)[:, None],)
+    return moved, top, tl.sum(total, 1)
+
+
+@triton.jit
+def _add_products(
+    dots, q, key, SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr
+):
+    """Add `q` `[M, K]` times each lane of words `[K, T]`, whose codes begin at bit SHIFT of a byte."""
+    low0, low2 = two_numbers(key, SHIFT, BITS, q.dtype)
+    low1, low3 = two_numbers(key, SHIFT + 8, BITS, q.dtype)
+    if IS_FIRST:
+        return (
+            tl.dot(q, low0, input_precision="ieee"),
+            tl.dot(q, low1, input_precision="ieee"),
+            tl.dot(q, low2, input_precision="ieee"),
+            tl.dot(q, low3, input_precision="ieee"),
+        )
+    else:
+        return (
+            tl.dot(q, low0, dots[0], input_precision="ieee"),
+            tl.dot(q, low1, dots[1], input_precision="ieee"),
+            tl.dot(q, low2, dots[2], input_precision="ieee"),
+            tl.dot(q, low3, dots[3], input_precision="ieee"),
+        )
+
+
+@triton.jit
+def _load_for_codes(from_q, here, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Queries `[M, K]` for each half of a byte and each class of rows of K, and their sums `[M]`."""
+    CLASSES: tl.constexpr = key_classes(PART[2])
+    KEY_ROWS: tl.constexpr = HEAD_DIM * PART[0] // 8
+    rows = tl.arange(0, padded(KEY_ROWS // CLASSES))
+    q_sum = tl.zeros((from_q.shape[0],), tl.float32)
+    q = ()
+    for half in tl.static_range(8 // PART[0]):
+        for c in tl.static_range(CLASSES):
+            dims = half * KEY_ROWS + rows * CLASSES + c
+            mask = here[:, None] & (rows < KEY_ROWS // CLASSES)[None, :]
+            own = tl.load(from_q[:, None] + dims[None, :], mask=mask, other=0.0)
+            q_sum += tl.sum(own.to(tl.float32), 1)
+            q = q + (own,)
+    return q, q_sum
 
 
 @triton.jit
@@ -296,6 +371,7 @@ def _attend_part(
     full,
     words,
     shorts,
+    codes,
     table,
     length,
     turn,
@@ -312,30 +388,24 @@ def _attend_part(
     BLOCK_BYTES: tl.constexpr,
     HEAD_BYTES: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """Every `turns`-th split of one format, from `turn` on; `place` `[M]` is where the vectors' first goes."""
-    # Of 4-bit K a row of codes is half a row of dimensions.
-    K: tl.constexpr = HALF if PART[0] == 4 else D
-    Q_DIM: tl.constexpr = HEAD_DIM // 2 if PART[0] == 4 else HEAD_DIM
     SPLIT_TOKENS: tl.constexpr = SPLIT * PART[2]
-    dims = tl.arange(0, K)
-    inside = here[:, None] & (dims < Q_DIM)[None, :]
-    q_low = tl.load(from_q[:, None] + dims[None, :], mask=inside, other=0.0)  # [M, K]
-    q_high = q_low
-    q_sum = tl.sum(q_low.to(tl.float32), 1)
-    if PART[0] == 4:
-        q_high = tl.load(from_q[:, None] + dims[None, :] + Q_DIM, mask=inside, other=0.0)
-        q_sum += tl.sum(q_high.to(tl.float32), 1)
+    dims = tl.arange(0, D)
+    inside = here[:, None] & (dims < HEAD_DIM)[None, :]
+    if PART[0] == 16:
+        own_q = tl.load(from_q[:, None] + dims[None, :], mask=inside, other=0.0)  # [M, D]
+    else:
+        own_q, q_sum = _load_for_codes(from_q, here, PART, HEAD_DIM)
     for split in range(turn, tl.cdiv(length, SPLIT_TOKENS), turns):
         end = tl.minimum(length, (split + 1) * SPLIT_TOKENS)
         target = (place + split)[:, None] * HEAD_DIM
         if PART[0] == 16:
             out, top, total = _attend_full(
-                q_low,
+                own_q,
                 full,
                 table,
                 split * SPLIT,
@@ -356,11 +426,11 @@ def _attend_part(
             tl.store(parts_out + target + dims[None, :], out / whole[:, None], mask=inside)
         else:
             lanes, top, total = _attend_codes(
-                q_low,
-                q_high,
+                own_q,
                 q_sum,
                 words,
     shorts,
+    codes,
                 table,
                 split * SPLIT,
                 end,
@@ -377,13 +447,11 @@ def _attend_part(
                 WORDS,
             )
             whole = tl.where(total == 0.0, 1.0, total)
+            LANES: tl.constexpr = value_lanes(HEAD_DIM)
             columns = tl.arange(0, lanes[0].shape[1])
-            mask = here[:, None] & (columns < HEAD_DIM // 4)[None, :]
-            for a in tl.static_range(4):
-                if PART[1] == 8:
-                    dim = 4 * columns + a
-                else:
-                    dim = 2 * columns + a % 2 + a // 2 * (HEAD_DIM // 2)
+            mask = here[:, None] & (columns < HEAD_DIM // LANES)[None, :]
+            for a in tl.static_range(LANES):
+                dim = unit_dim(columns, a, LANES, PART[1], HEAD_DIM)
                 tl.store(parts_out + target + dim[None, :], lanes[a] / whole[:, None], mask=mask)
         tl.store(parts_lse + place + split, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole)), mask=here)
 
@@ -395,6 +463,7 @@ def attend_splits(
     full,
     words,
     shorts,
+    codes,
     tables,
     lengths,
     widths,
@@ -418,7 +487,6 @@ def attend_splits(
     ROW_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -452,6 +520,7 @@ def attend_splits(
             full,
             words,
     shorts,
+    codes,
             tables[i] + b.to(tl.int64) * widths[i],
             tl.load(lengths[i] + b),
             tl.program_id(0),
@@ -468,7 +537,6 @@ def attend_splits(
             BLOCK_BYTES,
             HEAD_BYTES,
             D,
-            HALF,
             TOKENS,
             WORDS,
             SPLIT,

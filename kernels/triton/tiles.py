@@ -123,6 +123,7 @@ def in_base_2(scale: float) -> float:
     return scale * math.log2(math.e)
 
 
+@triton.constexpr_function
 def padded(size: int) -> int:
     """A dimension of a matrix product: a power of two, at least `MIN_DOT`."""
     return max(MIN_DOT, triton.next_power_of_2(size))
@@ -163,7 +164,7 @@ def bias(BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def number(code, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes (int32) as numbers, plus `bias`: bits of the mantissa under a fixed exponent, so exact."""
+    """Codes (integers) as numbers, plus `bias`: bits of the mantissa under a fixed exponent, so exact."""
     if DTYPE == tl.float32:
         return code.to(tl.float32)
     elif DTYPE == tl.float16:
@@ -177,6 +178,23 @@ def number(code, BITS: tl.constexpr, DTYPE: tl.constexpr):
         # 7 bits of mantissa do not hold 8: 2^23 + code in float32, less 2^23 + 128, is exact in bfloat16.
         wide = (code | 0x4B000000).to(tl.float32, bitcast=True)
         return (wide - 8388736.0).to(tl.bfloat16)
+
+
+@triton.jit
+def two_numbers(word, SHIFT: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """`number` of the codes that begin at bits SHIFT and SHIFT + 16 of words: both in one go, where they fit."""
+    MASK: tl.constexpr = 2**BITS - 1
+    if DTYPE == tl.float32 or (DTYPE == tl.bfloat16 and BITS == 8):
+        return number((word >> SHIFT) & MASK, BITS, DTYPE), number((word >> (SHIFT + 16)) & MASK, BITS, DTYPE)
+    codes = (word >> SHIFT) & (MASK << 16 | MASK)
+    if DTYPE == tl.bfloat16:
+        both = (codes << 3) | 0x41804180
+    elif BITS == 4:
+        both = (codes << 6) | 0x4C004C00
+    else:
+        both = (codes << 2) | 0x5C005C00
+    lower, upper = (both & 0xFFFF).to(tl.uint16), ((both >> 16) & 0xFFFF).to(tl.uint16)
+    return lower.to(DTYPE, bitcast=True), upper.to(DTYPE, bitcast=True)
 
 
 @triton.jit
