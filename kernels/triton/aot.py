@@ -20,9 +20,9 @@ POINTER_ALIGNMENT = 16
 class AotCase(Struct, frozen=True, kw_only=True):
     """A kernel at a serving shape.
 
-    `signature` has the type of each argument that is no constant, in Triton's words ("*bf16", "i32"); pointers
-    are taken as aligned, and ":16" after an integer's type says that 16 divides it. `constexprs` has the
-    constants. `decode`: whether it runs in a decoding step, where nothing may spill to memory.
+    `signature` has the type of each argument that is no constant, in Triton's words ("*bf16", "i32");
+    pointers are taken as aligned, and ":16" after an integer's type says that 16 divides it. `constexprs`
+    has the constants. `decode`: whether it runs in a decoding step, where nothing may spill to memory.
     """
 
     name: str
@@ -108,7 +108,9 @@ def _nvidia_usage(cubin: bytes, shared_bytes: int) -> Usage:
 
 def _amd_usage(assembly: str, shared_bytes: int) -> Usage:
     """As the assembly's metadata has it."""
-    found = dict(re.findall(r"^\s*\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", assembly, re.MULTILINE))
+    found = dict(
+        re.findall(r"^\s*\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", assembly, re.MULTILINE)
+    )
     return Usage(
         registers=int(found["vgpr_count"]),
         stack_bytes=int(found["private_segment_fixed_size"]),
