@@ -1,7 +1,8 @@
 FROM python:3.11-slim
 
 RUN useradd --uid 10001 --create-home surefoot \
- && install --directory --owner surefoot --group surefoot /models /var/cache/surefoot
+ && install --directory --owner surefoot --group surefoot /models /var/cache/surefoot \
+    /var/lib/surefoot
 
 # Name an index with torch's CPU builds here to get an image that is gigabytes smaller and has no CUDA.
 ARG PIP_EXTRA_INDEX_URL=""
@@ -25,8 +26,9 @@ WORKDIR /home/surefoot
 # Prepared weights and compiled kernels go to the cache volume.
 ENV SUREFOOT_HOST=0.0.0.0 \
     XDG_CACHE_HOME=/var/cache/surefoot \
+    XDG_STATE_HOME=/var/lib \
     PYTHONUNBUFFERED=1
-VOLUME ["/models", "/var/cache/surefoot"]
+VOLUME ["/models", "/var/cache/surefoot", "/var/lib/surefoot"]
 EXPOSE 8000
 # The first start prepares the weights, which the start period leaves time for.
 HEALTHCHECK --start-period=300s --interval=10s --timeout=5s --retries=3 \

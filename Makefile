@@ -27,10 +27,10 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench-main bench-tenants peers bench-peers lock clean
+.PHONY: help serve test check format bench-main bench-classes bench-prefix bench-scheduler bench-tenants peers bench-peers kernels-table lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(RUNTIME) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@exec $(BIN)/surefoot serve $(ARGS)
@@ -54,13 +54,25 @@ format: $(DEV) ## Format the code and apply ruff's safe fixes
 bench-main: $(RUNTIME) ## Measure the main job's bars (ARGS="--rounds 1 ...")
 	@$(BIN)/python -m surefoot.bench.main_job $(ARGS)
 
+bench-prefix: $(RUNTIME) ## Measure what a prefix hit saves, and whether tenants can be timed
+	@$(BIN)/python -m surefoot.bench.prefix_job $(ARGS)
+
 bench-tenants: $(RUNTIME) ## Measure tenant files and policies (ARGS="--files 10000")
 	@$(BIN)/python -m surefoot.gateway.tenants_bench $(ARGS)
+
+bench-classes: $(RUNTIME) ## Measure promises under a flood, and a cache too small (ARGS="--seconds 20 ...")
+	@$(BIN)/python -m surefoot.backends.engine.bench_classes $(ARGS)
+
+bench-scheduler: $(RUNTIME) ## Measure what deciding a step costs (ARGS="--waiting 500 ...")
+	@$(BIN)/python -m surefoot.backends.engine.bench_scheduler $(ARGS)
 
 peers: $(PEERS) ## Build llama.cpp, to be compared with (10 to 20 minutes; JOBS=2)
 
 bench-peers: $(RUNTIME) ## Measure us beside llama.cpp and others (ARGS="--folder docs ...")
 	@$(BIN)/python -m surefoot.bench.peers $(ARGS)
+
+kernels-table: $(RUNTIME) ## Compile the Triton kernels and write what each takes into docs/triton-kernels.md
+	@$(BIN)/python -m surefoot.kernels.triton.table --write docs/triton-kernels.md
 
 lock: $(DEV) ## Pin what is installed in the environment (see CONTRIBUTING.md)
 	@$(BIN)/python .ci/lock.py

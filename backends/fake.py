@@ -50,6 +50,7 @@ class Script(Struct, frozen=True, kw_only=True):
     error: Exception | None = None
     error_at: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class FakeBackend:
@@ -72,6 +73,7 @@ class FakeBackend:
         self.num_aborted = 0
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.status = BackendStatus(BackendState.STARTING, "the fake backend was not started")
         self._models = (ModelCard(id=model, created=1_700_000_000, max_model_len=max_model_len),)
         self._start_gate = start_gate
@@ -95,6 +97,8 @@ class FakeBackend:
             num_blocks_used=self.num_running,
             prompt_tokens_total=self.num_prompt_tokens,
             output_tokens_total=self.num_output_tokens,
+            prefix_cache_queries_total=self.num_prompt_tokens,
+            prefix_cache_hits_total=self.num_cached_tokens,
         )
 
     @property
@@ -170,6 +174,7 @@ class FakeBackend:
         self.requests.append(request)
         self._arrived.set()
         self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += self.script.num_cached_tokens
         self.num_running += 1
         self._idle.clear()
 
@@ -208,7 +213,8 @@ class FakeBackend:
         )
         ttft = (first or now) - begun
         tpot = (now - begun - ttft) / (len(pieces) - 1) if len(pieces) > 1 else None
-        yield Finished(usage, Timings(queue_s=ttft, ttft_s=ttft, tpot_s=tpot, total_s=now - begun))
+        timings = Timings(queue_s=ttft, ttft_s=ttft, tpot_s=tpot, total_s=now - begun)
+        yield Finished(usage, timings, script.num_preemptions)
 
     async def _wait(self, gate: asyncio.Event | None, deadline_s: float | None, begun: float) -> None:
         if gate is None:

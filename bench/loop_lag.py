@@ -1,4 +1,4 @@
-"""How late a server's event loop is while it decodes: from outside by pings, and by its own histogram."""
+"""How late a server's event loop is while it decodes, by pings and by its own word, and what it costs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .progress import Progress
 PING_PATH = "/health/live"
 PING_PERIOD_S = 0.02
 LAG_METRIC = "surefoot_event_loop_lag_seconds"
+CPU_METRIC = "surefoot_event_loop_cpu_seconds_total"
 
 Buckets = Mapping[float, float]
 """A histogram: observations up to each bound, as Prometheus counts them."""
@@ -22,30 +23,29 @@ Buckets = Mapping[float, float]
 class LagProbe:
     """Enter it like a view while the load runs: pings the server at a fixed pace, whatever it answers.
 
-    `ping_s` has the time of each answered ping; `own_p99_s` what the server's histogram says of the same
-    time, None where it has none.
+    `ping_s` has the time of each answered ping. `own_p99_s` is what the server's histogram says of the same
+    time, and `own_cpu_s` the CPU time of its event loop, pings included; None where it does not say.
     """
 
     def __init__(self, url: str) -> None:
         self.ping_s: list[float] = []
         self.num_lost = 0
         self.own_p99_s: float | None = None
+        self.own_cpu_s: float | None = None
         self._url = url
 
     @asynccontextmanager
     async def __call__(self, progress: Progress) -> AsyncIterator[None]:
         """Probe for as long as this is entered."""
         async with HttpClient(self._url) as client:
-            before = await self._own_buckets(client)
+            before = await self._scrape(client)
             pinging = asyncio.create_task(self._ping_on(client))
             try:
                 yield
             finally:
                 pinging.cancel()
                 await asyncio.gather(pinging, return_exceptions=True)
-                after = await self._own_buckets(client)
-                gained = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
-                self.own_p99_s = quantile(gained, 0.99)
+                self._compare(before, await self._scrape(client))
 
     async def _ping_on(self, client: HttpClient) -> None:
         loop = asyncio.get_running_loop()
@@ -65,12 +65,21 @@ class LagProbe:
         else:
             self.ping_s.append(time.perf_counter() - start)
 
-    async def _own_buckets(self, client: HttpClient) -> Buckets:
+    async def _scrape(self, client: HttpClient) -> str:
         try:
             head, body = await client.get("/metrics")
         except RequestFailed:
-            return {}
-        return read_buckets(body.decode(errors="replace"), LAG_METRIC) if head.status == 200 else {}
+            return ""
+        return body.decode(errors="replace") if head.status == 200 else ""
+
+    def _compare(self, before: str, after: str) -> None:
+        old = read_buckets(before, LAG_METRIC)
+        gained = {
+            bound: count - old.get(bound, 0.0) for bound, count in read_buckets(after, LAG_METRIC).items()
+        }
+        self.own_p99_s = quantile(gained, 0.99)
+        begun, ended = read_value(before, CPU_METRIC), read_value(after, CPU_METRIC)
+        self.own_cpu_s = None if begun is None or ended is None else ended - begun
 
 
 def read_buckets(text: str, name: str) -> Buckets:
@@ -82,6 +91,13 @@ def read_buckets(text: str, name: str) -> Buckets:
             bound, _, count = line.removeprefix(prefix).partition('"}')
             buckets[float(bound)] = float(count)
     return buckets
+
+
+def read_value(text: str, name: str) -> float | None:
+    """A metric without labels, from Prometheus' text format; None if not there."""
+    return next(
+        (float(line.split(" ")[1]) for line in text.splitlines() if line.startswith(name + " ")), None
+    )
 
 
 def quantile(buckets: Buckets, share: float) -> float | None:

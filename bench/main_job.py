@@ -95,6 +95,9 @@ def rows_of(result: JobResult) -> list[Row]:
         ):
             ratios = [mine / theirs for mine, theirs in zip(ours, best, strict=True)]
             rows.append(Row(title=title, values=ratios, bar=bar))
+    cpu = [each.loop_cpu_per_token_s * 1e6 for each in result.ours if each.loop_cpu_per_token_s is not None]
+    if len(cpu) == len(result.ours):
+        rows.append(Row(title=f"event loop's CPU with {NUM_STREAMS} streams, us a token", values=cpu))
     return [*rows, *_rows_of_time(result)]
 
 

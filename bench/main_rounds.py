@@ -66,13 +66,14 @@ class Files(Struct, frozen=True, kw_only=True):
 
 
 class OurRound(Struct, frozen=True, kw_only=True):
-    """What our server reached in one round. `own_lag_p99_s` is None if it has no such histogram."""
+    """What our server reached in one round. None for what it does not tell of itself."""
 
     ready_s: float
     one_stream_tokens_per_s: float
     streams_tokens_per_s: float
     ping_p99_s: float
     own_lag_p99_s: float | None
+    loop_cpu_per_token_s: float | None
     keep_alive_late_p99_s: float
     num_keep_alives: int
 
@@ -148,6 +149,9 @@ async def our_round(job: Job, files: Files) -> OurRound:
             streams_tokens_per_s=streams.summary.output_tokens_per_s,
             ping_p99_s=percentile(sorted(probe.ping_s), 99),
             own_lag_p99_s=probe.own_p99_s,
+            loop_cpu_per_token_s=(
+                None if probe.own_cpu_s is None else probe.own_cpu_s / streams.summary.num_output_tokens
+            ),
             keep_alive_late_p99_s=percentile(sorted(waiting.late_s), 99),
             num_keep_alives=waiting.num_comments,
         )

@@ -15,11 +15,18 @@ MAX_ERROR_CHARS = 300
 NOTHING = Raw(b"null")
 
 
+class PromptDetails(Struct, frozen=True):
+    """Of the prompt's tokens, those that the server had in its cache."""
+
+    cached_tokens: int = 0
+
+
 class Usage(Struct, frozen=True):
     """The server's own count of tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Delta(Struct):

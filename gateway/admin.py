@@ -22,6 +22,19 @@ class AdminKey:
         self._key_hash = key_hash
         self._label = label
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is such a key."""
+        return self._key_hash is not None
+
+    def opens(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header has the key."""
+        try:
+            self.check(authorization)
+        except InvalidKey:
+            return False
+        return True
+
     def check(self, authorization: str | None) -> str:
         """The label of the key in an `Authorization` header. Raises `InvalidKey`."""
         if self._key_hash is None:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 
 from surefoot.backends.types import Chunk, PromptEcho, TokenLogprob, Usage
 
@@ -33,7 +33,7 @@ class Label(Struct, frozen=True, kw_only=True):
     model: str
     num_choices: int
     includes_usage: bool
-    service_tier: str | UnsetType = UNSET
+    service_tier: str = "default"
 
 
 class Answer(Protocol[P]):
@@ -189,6 +189,7 @@ class TextAnswer:
             created=self._label.created,
             model=self._label.model,
             system_fingerprint=self._fingerprint,
+            service_tier=self._label.service_tier,
             usage=usage if self._label.includes_usage else UNSET,
             choices=choices,
         )

@@ -16,18 +16,26 @@ from surefoot.policies.base import Policy
 
 from .admin import AdminKey
 from .admin_routes import TenantAdmin, tenant_routes
-from .errors import ClientGone, is_ours, to_http
+from .admission import Admission
+from .clock import Clock, SystemClock
+from .errors import ClientGone, is_ours, refusal_reason, to_http
 from .http_settings import HttpSettings
+from .in_flight import InFlight
 from .lifecycle import Lifecycle, measured_lag
 from .metrics import Metrics
 from .middleware import RequestBoundary, record_of
 from .observer import Observer
+from .operator_routes import Access, operator_routes
 from .overrides import Overrides
+from .rate_limits import Quotas
+from .record import RequestRecord
 from .router import Router
 from .routes import open_routes, v1_routes
 from .service import Service
 from .tenant_watch import ReloadCollector, TenantWatch
 from .tenants import Tenants
+from .usage import UsageBook
+from .usage_store import UsageStore
 
 
 def create_app(
@@ -38,32 +46,43 @@ def create_app(
     *,
     admin_key: AdminKey | None = None,
     watch: TenantWatch | None = None,
+    usage_store: UsageStore | None = None,
+    clock: Clock | None = None,
 ) -> Litestar:
     """The gateway as an ASGI application. Its lifespan starts and stops the backends, and the watch if any.
 
-    `app.state.lifecycle` is the `Lifecycle`, for whoever runs the application.
+    `app.state.lifecycle` is the `Lifecycle`, for whoever runs the application. The application closes
+    `usage_store`; without one usage is not kept. `clock` is the machine's unless told otherwise.
     """
-    metrics = Metrics(backends)
-    lifecycle = Lifecycle(backends)
-    router = Router(backends)
-    overrides = Overrides()
-    service = Service(router, tenants, policy, Observer(overrides), metrics, settings or HttpSettings())
+    settings, admin_key = settings or HttpSettings(), admin_key or AdminKey(None)
+    clock = clock or SystemClock()
+    metrics, lifecycle, router = Metrics(backends), Lifecycle(backends), Router(backends)
+    overrides, quotas, in_flight = Overrides(), Quotas(clock), InFlight()
+    usage = None if usage_store is None else UsageBook(usage_store, clock)
+    service = Service(router, policy, Observer(overrides), metrics, settings, Admission(quotas, in_flight))
     metrics.register(ReloadCollector(watch))
-    guard = (admin_key or AdminKey(None)).guard
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         async with (
+            # Usage ends last: the requests that the backends end at shutdown count too.
+            usage.running() if usage else nullcontext(),
             measured_lag(metrics.observe_lag),
             lifecycle.running(),
             watch.running() if watch else nullcontext(),
         ):
             yield
 
+    def observe(record: RequestRecord) -> None:
+        metrics.observe_request(record)
+        if usage is not None:
+            usage.observe(record)
+
     app = Litestar(
         route_handlers=[
-            v1_routes(service, router, tenants),
-            tenant_routes(TenantAdmin(watch, policy, overrides), guard),
+            v1_routes(service, router, tenants, quotas),
+            tenant_routes(TenantAdmin(watch, policy, overrides), admin_key.guard),
+            operator_routes(Access(tenants, admin_key), backends, in_flight, usage),
             open_routes(lifecycle, metrics),
         ],
         exception_handlers={Exception: answer_error},
@@ -73,7 +92,7 @@ def create_app(
         state=State({"lifecycle": lifecycle}),
     )
     # Litestar's own middleware sees neither unknown paths nor wrong methods; this wraps those too.
-    app.asgi_handler = RequestBoundary(app.asgi_handler, metrics)
+    app.asgi_handler = RequestBoundary(app.asgi_handler, observe)
     return app
 
 
@@ -84,6 +103,7 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         structlog.get_logger().error("request.crashed", request_id=record.request_id, exc_info=error)
     answer = to_http(error, method=request.method, path=request.scope["path"])
     record.error = answer.body.error.code
+    record.refusal = None if record.started else refusal_reason(error)
     record.client_gone = isinstance(error, ClientGone)
     return Response(
         json.encode(answer.body),

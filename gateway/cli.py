@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, make_dataclass
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
@@ -98,6 +99,16 @@ Another one, on text like that of its users:
     surefoot loss --model ~/models/Qwen3-0.6B --text letters.txt news.txt --tokens 50000
 """
 
+USAGE = """\
+Show who used what: requests and tokens by day, tenant, model and class.
+
+Of the server that runs with the same settings, or of any file:
+
+    surefoot usage
+    surefoot usage --since 2026-01-01 --until 2026-01-31 --json
+    surefoot usage --usage-db /var/lib/surefoot/usage.db
+"""
+
 SIMULATE = """\
 Tell what this machine, or a faster one, would promise: trace in, report out.
 
@@ -139,6 +150,10 @@ SIMULATE_SETTINGS = (
 LOSS_SETTINGS = ("model", "weights", "device", "threads", "max_batched_tokens", "cache_dir")
 """The settings that can be flags of `loss`."""
 
+USAGE_SETTINGS = ("usage_db",)
+"""The settings that can be flags of `usage`."""
+
+DayFlag = Annotated[datetime | None, Parameter(show_default=False, help="A day, such as 2026-01-31; UTC")]
 ConfigFlag = Annotated[
     Path | None, Parameter(name="--config", help="TOML file of settings (or SUREFOOT_CONFIG)")
 ]
@@ -211,8 +226,9 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def build_cli(environ: Mapping[str, str]) -> App:
     """The commands, for an environment."""
     flags_type, loss_flags_type = _flags_type(describe()), _flags_type(LOSS_SETTINGS)
-    simulate_flags_type = _flags_type(SIMULATE_SETTINGS)
-    no_flags, no_loss_flags, no_simulate_flags = flags_type(), loss_flags_type(), simulate_flags_type()
+    simulate_flags_type, usage_flags_type = _flags_type(SIMULATE_SETTINGS), _flags_type(USAGE_SETTINGS)
+    no_flags, no_loss_flags = flags_type(), loss_flags_type()
+    no_simulate_flags, no_usage_flags = simulate_flags_type(), usage_flags_type()
     app = App(name="surefoot", help=ABOUT, version=lambda: version("surefoot"), help_format="plaintext")
     key = App(name="key", help=KEY)
 
@@ -222,6 +238,16 @@ def build_cli(environ: Mapping[str, str]) -> App:
     def show_config(*, json: JsonFlag = False, config: ConfigFlag = None, flags: Any = no_flags) -> None:
         effective = resolve(_given(flags), environ, config)
         _say(_config_json(effective) if json else _config_table(effective))
+
+    def usage(
+        *,
+        since: DayFlag = None,
+        until: DayFlag = None,
+        json: JsonFlag = False,
+        config: ConfigFlag = None,
+        flags: Any = no_usage_flags,
+    ) -> None:
+        _say(_usage(resolve(_given(flags), environ, config), since, until, as_json=json))
 
     def models(*, json: JsonFlag = False, config: ConfigFlag = None) -> None:
         cache_dir = resolve({}, environ, config).settings.cache_dir
@@ -254,12 +280,14 @@ def build_cli(environ: Mapping[str, str]) -> App:
         (serve, flags_type),
         (show_config, flags_type),
         (loss, loss_flags_type),
+        (usage, usage_flags_type),
         (simulate, simulate_flags_type),
     ):
         command.__annotations__["flags"] = Annotated[its_type, Parameter(name="*")]
     app.command(serve, name="serve", help=SERVE)
     app.command(show_config, name="config", help=CONFIG)
     app.command(models, name="models", help=MODELS)
+    app.command(usage, name="usage", help=USAGE)
     app.command(loss, name="loss", help=LOSS)
     app.command(simulate, name="simulate", help=SIMULATE)
     key.command(_key_new, name="new", help=KEY_NEW)
@@ -270,23 +298,21 @@ def build_cli(environ: Mapping[str, str]) -> App:
 
 
 def _serve(effective: EffectiveSettings) -> int:
+    from .sla import ClassesError
     from .start import run_gateway  # Torch takes seconds to import.
     from .tenant_files import TenantFileError
+    from .usage_store import UsageError
 
     try:
-        return run_gateway(effective.settings)
-    except (TenantFileError, ModelNotFound) as error:
+        return run_gateway(effective.settings, effective.usage_file)
+    except (TenantFileError, ClassesError, UsageError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
 
 
 def _simulate(what: SimulateFlags, effective: EffectiveSettings, *, as_json: bool) -> int:
-    from .start import SimulationSettings, run_simulation  # Torch takes seconds to import.
+    from .start import run_simulation  # Torch takes seconds to import.
 
-    try:
-        settings = SimulationSettings(**asdict(what))
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    return run_simulation(effective.settings, settings, as_json=as_json)
+    return run_simulation(effective.settings, asdict(what), as_json=as_json)
 
 
 def _key_new() -> None:
@@ -297,6 +323,22 @@ def _key_new() -> None:
         f"Key, for the client (shown only now):\n\n    {key}\n\n"
         f'Its hash, for the tenant\'s file (tenants/NAME.toml):\n\n    key_hashes = ["{key_hash}"]\n'
     )
+
+
+def _usage(
+    effective: EffectiveSettings, since: datetime | None, until: datetime | None, *, as_json: bool
+) -> str:
+    from .usage_store import UsageError, UsageFilter, read_usage, usage_table
+
+    file = effective.readable_usage_file
+    if file is None:
+        raise SettingsError(f"usage_db = 'none' ({effective.sources['usage_db']}): no usage is kept")
+    first, last = (None if day is None else day.date().isoformat() for day in (since, until))
+    try:
+        rows = read_usage(file, UsageFilter(since=first, until=last))
+    except UsageError as error:
+        raise SettingsError(str(error)) from error
+    return _json(rows) if as_json else usage_table(rows)
 
 
 def _models_json(cache_dir: Path) -> str:

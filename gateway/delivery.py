@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -20,7 +21,6 @@ from .event_sender import EventSender
 from .generation import Arrival, Generation
 from .metrics import GapMeter
 from .record import RequestRecord
-from .tenants import Tenant, Tenants
 
 
 class Delivery(Struct, frozen=True, kw_only=True):
@@ -34,8 +34,8 @@ class Delivery(Struct, frozen=True, kw_only=True):
     answer: Answer[Any]
     record: RequestRecord
     gaps: GapMeter
-    tenants: Tenants
-    tenant: Tenant
+    admission: AbstractContextManager[None]
+    """Open while the request runs; to open it may be refused."""
     streams: bool
     keep_alive_s: float
 
@@ -43,12 +43,17 @@ class Delivery(Struct, frozen=True, kw_only=True):
         """Run the generation and send what it gives; end it when the client goes away."""
         try:
             async with cancel_on_disconnect(receive):
-                with self.tenants.running(self.tenant):
+                with self.admission:
                     async with self.generation:
-                        last = await (self._stream(send) if self.streams else self._whole(send))
+                        last = await (self._stream(send) if self.streams else self._whole())
         except ClientGone:
             self.record.client_gone = True
             return
+        if not self.streams:
+            # Only now, so that its headers tell what is left of the tenant's limits after this request.
+            await send_start(
+                send, 200, {"content-type": "application/json", "content-length": str(len(last))}
+            )
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _stream(self, send: Send) -> bytes:
@@ -68,13 +73,11 @@ class Delivery(Struct, frozen=True, kw_only=True):
                 return sse.data_event(self._explain(error))
         return sse.DONE
 
-    async def _whole(self, send: Send) -> bytes:
+    async def _whole(self) -> bytes:
         made = await self._opening()
         async for arrival in self.generation.events():
             made += self._pieces(arrival)
-        body = msgspec.json.encode(self.answer.fold(made, self.record.usage))
-        await send_start(send, 200, {"content-type": "application/json", "content-length": str(len(body))})
-        return body
+        return msgspec.json.encode(self.answer.fold(made, self.record.usage))
 
     async def _opening(self) -> list[Any]:
         started = await self.generation.started()

@@ -11,7 +11,9 @@
     ├── BodyTooLarge            the body exceeds the limit
     ├── HeadTooLarge            the first line and the headers exceed the limit
     ├── InvalidKey              no key, one that has expired, or one that no tenant has
-    ├── TooManyRequests         the tenant's own limit of concurrent requests is reached
+    ├── NotAdmin                a key that is right, where the operators' is asked for
+    ├── NotEnabled              something that this server was not set up for
+    ├── TooManyRequests         one of the tenant's own limits is reached; `retry_after_s` says until when
     ├── UnknownTenant           an operator asked for a tenant that is not there
     └── ClientGone              nobody is left to answer
 
@@ -21,6 +23,7 @@ else is a fault of ours: the client learns nothing of it but the request id.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,8 +84,24 @@ class InvalidKey(GatewayError):
     """No key was sent, one that has expired, or one that no tenant has."""
 
 
+class NotAdmin(GatewayError):
+    """The operator's key was asked for, and a tenant's was sent."""
+
+
+class NotEnabled(GatewayError):
+    """The server was started without what this needs."""
+
+
 class TooManyRequests(GatewayError):
-    """The tenant has as many requests running as it may."""
+    """The tenant reached a limit of its own; `reason` is the limit's name.
+
+    `retry_after_s` says when it will have room again, as far as that is known.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float, reason: str) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class UnknownTenant(GatewayError):
@@ -122,21 +141,27 @@ class HttpError(Struct, frozen=True):
 
 
 class Rule(Struct, frozen=True):
-    """How one class of errors looks. `message` replaces the error's own where that is not ours."""
+    """How one class of errors looks. `message` replaces the error's own where that is not ours.
+
+    `retry_after_s` says when to come back, unless the error itself knows better.
+    """
 
     status: int
     type: str
     code: str
     headers: Mapping[str, str] = field(default_factory=dict)
     message: str | None = None
+    retry_after_s: float | None = None
 
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+LIMIT = "rate_limit_error"
 # The openai client obeys this one: the same request would meet the same end.
 NO_RETRY = {"x-should-retry": "false"}
-SOON = {"retry-after": "1"}
-LATER = {"retry-after": "5"}
+LATER_S = 5.0
+MAX_RETRY_AFTER_S = 60.0
+"""Nobody is told to wait longer: by then what the answer was computed from says little."""
 
 RULES: Mapping[type[BaseException], Rule] = {
     InvalidRequest: Rule(400, INVALID, "invalid_request"),
@@ -150,7 +175,9 @@ RULES: Mapping[type[BaseException], Rule] = {
     UnknownTenant: Rule(404, INVALID, "unknown_tenant"),
     BodyTooLarge: Rule(413, INVALID, "request_too_large"),
     HeadTooLarge: Rule(431, INVALID, "headers_too_large"),
-    TooManyRequests: Rule(429, "rate_limit_error", "rate_limit_exceeded", SOON),
+    NotAdmin: Rule(403, INVALID, "admin_key_required"),
+    NotEnabled: Rule(404, INVALID, "not_enabled"),
+    TooManyRequests: Rule(429, LIMIT, "rate_limit_exceeded"),
     # nginx's number. Nobody receives it; logs and metrics do.
     ClientGone: Rule(499, INVALID, "client_gone"),
     backend.RequestError: Rule(400, INVALID, "invalid_request"),
@@ -159,10 +186,10 @@ RULES: Mapping[type[BaseException], Rule] = {
     backend.UnknownModel: Rule(404, INVALID, "model_not_found"),
     backend.DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", NO_RETRY),
     backend.RequestFault: Rule(500, SERVER, "request_fault", NO_RETRY),
-    backend.Unavailable: Rule(503, SERVER, "unavailable", LATER),
-    backend.NotReady: Rule(503, SERVER, "not_ready", LATER),
-    backend.Overloaded: Rule(503, SERVER, "overloaded", SOON),
-    backend.EngineFailed: Rule(503, SERVER, "engine_failed", LATER),
+    backend.Unavailable: Rule(503, SERVER, "unavailable", retry_after_s=LATER_S),
+    backend.NotReady: Rule(503, SERVER, "not_ready", retry_after_s=LATER_S),
+    backend.Overloaded: Rule(429, LIMIT, "overloaded"),
+    backend.EngineFailed: Rule(503, SERVER, "engine_failed", retry_after_s=LATER_S),
     NotFoundException: Rule(404, INVALID, "unknown_path"),
     MethodNotAllowedException: Rule(405, INVALID, "method_not_allowed"),
     Exception: Rule(500, SERVER, "internal_error", message="The server failed to process the request."),
@@ -179,7 +206,31 @@ def to_http(error: BaseException, *, method: str = "", path: str = "") -> HttpEr
     rule = _rule(error)
     body = ErrorBody(_message(error, rule, method, path), rule.type, _param(error), rule.code)
     own_headers = error.headers if isinstance(error, HTTPException) else None
-    return HttpError(rule.status, ErrorResponse(body), {**(own_headers or {}), **rule.headers})
+    headers = {**(own_headers or {}), **rule.headers, **_retry_headers(error, rule)}
+    return HttpError(rule.status, ErrorResponse(body), headers)
+
+
+def refusal_reason(error: BaseException) -> str | None:
+    """One word for why a good request was not taken; None if that is not what the error says."""
+    if isinstance(error, (TooManyRequests, backend.Overloaded)):
+        return error.reason
+    return _rule(error).code if isinstance(error, backend.Unavailable) else None
+
+
+def _retry_headers(error: BaseException, rule: Rule) -> Mapping[str, str]:
+    """When to come back: to the millisecond for OpenAI's clients, in whole seconds for all others."""
+    if isinstance(error, (TooManyRequests, backend.Overloaded)):
+        after_s: float | None = error.retry_after_s
+    else:
+        after_s = rule.retry_after_s
+    if after_s is None:
+        return {}
+    after_ms = math.ceil(min(max(after_s, 0.001), MAX_RETRY_AFTER_S) * 1000)
+    return {
+        "retry-after": str(math.ceil(after_ms / 1000)),
+        "retry-after-ms": str(after_ms),
+        "x-should-retry": "true",
+    }
 
 
 def _rule(error: BaseException) -> Rule:

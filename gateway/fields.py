@@ -20,8 +20,7 @@ INERT = frozenset(
         "metadata",  # labels for the caller's own records
         "parallel_tool_calls",  # no tools, so none at once
         "prediction",  # a hint for speed; the answer is the same
-        "prompt_cache_key",  # hints for caching; the answer is the same
-        "prompt_cache_options",
+        "prompt_cache_options",  # hints for caching; the answer is the same
         "prompt_cache_retention",
         "safety_identifier",  # who the caller's user is
         "user",
@@ -36,7 +35,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),

@@ -25,35 +25,13 @@ from prometheus_client.registry import Collector
 from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
 
+from .buckets import LAG_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
+from .promise_metrics import PromiseMetrics
 from .record import RequestRecord
 
 # Litestar adds the charset itself.
 CONTENT_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 MODEL = ("model_name",)
-# Finer than vLLM's at the short end: small models answer in milliseconds.
-TOKEN_BUCKETS = (
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    40,
-)
-WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
-REQUEST_BUCKETS = (0.1, 0.3, 0.5, 1, 1.5, 2.5, 5, 10, 15, 30, 60, 120, 240, 480, 960, 1920)
-LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5)
 
 
 class Reading(Struct, frozen=True):
@@ -71,6 +49,8 @@ GAUGES = (
     Reading("surefoot_cache_blocks", "Blocks that the cache has.", lambda s: s.num_blocks),
     Reading("surefoot_cache_blocks_used", "Blocks that requests hold.", lambda s: s.num_blocks_used),
     Reading("surefoot_cache_blocks_cached", "Free blocks with a prefix.", lambda s: s.num_blocks_cached),
+    Reading("surefoot_step_sequences", "Sequences of the last step.", lambda s: s.last_step_sequences),
+    Reading("surefoot_step_tokens", "Tokens of the last step.", lambda s: s.last_step_tokens),
 )
 COUNTERS = (
     Reading("vllm:prompt_tokens", "Prompt tokens of requests.", lambda s: s.prompt_tokens_total),
@@ -84,6 +64,11 @@ COUNTERS = (
         lambda s: s.prefix_cache_evictions_total,
     ),
     Reading("surefoot_engine_steps", "Steps of the engine.", lambda s: s.steps_total),
+    Reading("surefoot_batched_sequences", "Sequences, over all steps.", lambda s: s.step_sequences_total),
+    Reading("surefoot_batched_tokens", "Tokens that steps ran.", lambda s: s.step_tokens_total),
+    Reading("surefoot_batched_tokens_budget", "Tokens that steps allowed.", lambda s: s.step_budget_total),
+    Reading("surefoot_step_predicted_seconds", "Predicted steps.", lambda s: s.step_predicted_s_total),
+    Reading("surefoot_step_seconds", "Seconds in steps.", lambda s: s.step_measured_s_total),
     Reading("surefoot_engine_restarts", "Restarts of a failed engine.", lambda s: s.engine_restarts_total),
 )
 
@@ -94,6 +79,7 @@ class Metrics:
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(BackendCollector(backends))
+        registry.register(LoopCollector())
 
         def seconds(
             name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = MODEL
@@ -117,6 +103,7 @@ class Metrics:
             (*MODEL, "finished_reason"),
             registry=registry,
         )
+        self._promises = PromiseMetrics(registry)
         self._requests = Counter(
             "surefoot_requests", "HTTP requests.", ("tenant", "route", "method", "status"), registry=registry
         )
@@ -143,6 +130,7 @@ class Metrics:
         known = record.route is not None
         labels = (record.tenant_id or "", record.route or "unknown", record.method if known else "unknown")
         self._requests.labels(*labels, str(record.status)).inc()
+        self._promises.observe(record)
         if record.model is None or not record.started:
             return
         for reason in record.end_reasons:
@@ -232,6 +220,25 @@ class BackendCollector(Collector):
         for backend in known:
             ready.add_metric([backend.models[0].id], backend.status.state is BackendState.READY)
         yield ready
+        refused = CounterMetricFamily(
+            "surefoot_refusals", "Requests that were not let in, by reason.", labels=(*MODEL, "reason")
+        )
+        for model, each in stats:
+            for reason, count in each.refusals_total.items():
+                refused.add_metric([model, reason], count)
+        yield refused
+
+
+class LoopCollector(Collector):
+    """What the event loop has cost. A scrape is answered on the event loop, so this thread is its thread."""
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter."""
+        yield CounterMetricFamily(
+            "surefoot_event_loop_cpu_seconds",
+            "CPU time of the event loop's thread.",
+            value=time.thread_time(),
+        )
 
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -15,7 +16,6 @@ from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ClientGone
-from .metrics import Metrics
 from .record import RequestRecord
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -33,9 +33,10 @@ def record_of(scope: Scope) -> RequestRecord:
 class RequestBoundary:
     """Wraps the whole application, unknown paths and errors included."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, observe: Callable[[RequestRecord], None]) -> None:
+        """`observe` gets every request once, before the client can know that it is over."""
         self._app = app
-        self._metrics = metrics
+        self._observe = observe
         self._log = structlog.get_logger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +53,8 @@ class RequestBoundary:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message["headers"], *_own_headers(record)]
+            elif not message.get("more_body"):
+                self._count(record, scope)
             await send(message)
 
         try:
@@ -73,8 +76,7 @@ class RequestBoundary:
     def _finish(self, record: RequestRecord, scope: Scope) -> None:
         if record.status is None:
             record.status = 499 if record.client_gone else 500
-        record.route = scope.get("path_template")
-        self._metrics.observe_request(record)
+        self._count(record, scope)
         if record.started and record.observation is not None and self._log.is_enabled_for(logging.DEBUG):
             # For `surefoot policy replay`.
             observation = msgspec.to_builtins(record.observation)
@@ -84,10 +86,22 @@ class RequestBoundary:
         level = "debug" if record.path.startswith(QUIET_PATHS) and record.error is None else "info"
         getattr(self._log, level)("request.finished", **record.log_fields())
 
+    def _count(self, record: RequestRecord, scope: Scope) -> None:
+        if not record.counted:
+            record.counted = True
+            record.route = scope.get("path_template")
+            self._observe(record)
+
 
 def _own_headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
-    plan = [] if record.plan is None else [(b"x-surefoot-plan", record.plan.encode())]
-    return [(b"x-request-id", record.request_id.encode()), *plan]
+    headers = {"x-request-id": record.request_id}
+    if record.promise is not None:
+        headers["x-surefoot-class"] = record.promise.name
+    if record.plan is not None:
+        headers["x-surefoot-plan"] = record.plan
+    if record.quota is not None:
+        headers |= record.quota.headers()
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 def _request_id(scope: Any) -> str:

@@ -23,7 +23,9 @@ class Observer:
         self._overrides = overrides
         self._now = now
 
-    def observe(self, tenant: Tenant, model: str, prompts: Sequence[Prompt], backend: Backend) -> Observation:
+    def observe(
+        self, tenant: Tenant, service_class: str, model: str, prompts: Sequence[Prompt], backend: Backend
+    ) -> Observation:
         """Of several prompts the longest counts. No text of them is in an observation."""
         stats = backend.stats
         override = self._overrides.get(tenant.id)
@@ -31,7 +33,7 @@ class Observer:
             tenant_id=tenant.id,
             model=model,
             policy=tenant.policy,
-            service_class=tenant.classes.default,
+            service_class=service_class,
             kind="chat" if isinstance(prompts[0], ChatPrompt) else "text",
             num_prompt_tokens=max(map(estimate_tokens, prompts)),
             cache_pressure=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,

@@ -75,11 +75,13 @@ def build_policy_app(environ: Mapping[str, str]) -> App:
     """The commands, for an environment."""
     app = App(name="policy", help=POLICY)
 
-    def folder_of(given: Path | None, config: Path | None) -> Path:
-        folder = given or resolve({}, environ, config).settings.tenants
+    def files_of(given: Path | None, config: Path | None) -> tuple[Path, Path | None]:
+        """The folder of tenant files, and the file of SLA classes."""
+        settings = resolve({}, environ, config).settings
+        folder = given or settings.tenants
         if folder is None:
             raise SettingsError("no folder of tenant files: name one, or set SUREFOOT_TENANTS")
-        return folder
+        return folder, settings.classes
 
     # The commands' module brings the web framework along, which takes a while to import.
 
@@ -87,13 +89,13 @@ def build_policy_app(environ: Mapping[str, str]) -> App:
     def check(folder: FolderArgument = None, *, config: ConfigFlag = None) -> int:
         from .policy_commands import check_folder
 
-        return check_folder(folder_of(folder, config))
+        return check_folder(*files_of(folder, config))
 
     @app.command(name="show", help=SHOW)
     def show(tenant: TenantArgument, *, tenants: TenantsFlag = None, config: ConfigFlag = None) -> None:
         from .policy_commands import show_tenant
 
-        show_tenant(folder_of(tenants, config), tenant)
+        show_tenant(*files_of(tenants, config), tenant)
 
     @app.command(name="explain", help=EXPLAIN)
     def explain(
@@ -105,7 +107,7 @@ def build_policy_app(environ: Mapping[str, str]) -> App:
     ) -> None:
         from .policy_commands import explain_plan
 
-        explain_plan(folder_of(tenants, config), tenant, seen)
+        explain_plan(*files_of(tenants, config), tenant, seen)
 
     @app.command(name="replay", help=REPLAY)
     def replay(log: LogArgument, *, policy: PolicyFlag = None, unserved: UnservedFlag = False) -> None:

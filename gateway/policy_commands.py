@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,8 +14,10 @@ from surefoot.policies.replay import RecordError, Replay, read_records, replay
 from surefoot.policies.supported import EVERYTHING, SUPPORTED
 
 from .decode import did_you_mean
+from .errors import InvalidValue
 from .settings import SettingsError
 from .situation import Situation
+from .sla import Classes, ClassesError, check_tier, load_classes
 from .tenant_files import DEFAULTS, TenantFile, TenantFileError
 from .tenant_folder import Loaded, TenantFolder
 from .tenant_values import EffectiveValue, effective_values
@@ -24,14 +26,11 @@ from .tenants import Tenant
 EXIT_BAD_FILES = 2
 """The exit status of `check` for files that cannot be used."""
 
-CLASS_OF_TIER: Mapping[str, str] = {"priority": "interactive", "fast": "interactive", "flex": "batch"}
-"""`auto` and `default` stand for the tenant's default class, `scale` for its reserved one."""
 
-
-def check_folder(folder: Path) -> int:
-    """Print every problem of a folder; returns the exit status."""
+def check_folder(folder: Path, classes: Path | None) -> int:
+    """Print every problem of a folder; returns the exit status. `classes` is a file of SLA classes."""
     try:
-        state = TenantFolder(folder, _policies()).load()
+        state = TenantFolder(folder, _policies(), _classes(classes).names).load()
     except TenantFileError as error:
         for problem in error.problems:
             sys.stderr.write(f"{problem}\n")
@@ -41,16 +40,17 @@ def check_folder(folder: Path) -> int:
     return 0
 
 
-def show_tenant(folder: Path, tenant_id: str) -> None:
+def show_tenant(folder: Path, classes: Path | None, tenant_id: str) -> None:
     """Print what holds for a tenant. Raises `SettingsError` if there is none of that id."""
-    loaded, defaults = _find(folder, tenant_id)
+    loaded, defaults = _find(folder, _classes(classes), tenant_id)
     _say(_values_text(effective_values(loaded.tenant, loaded.file, defaults)))
 
 
-def explain_plan(folder: Path, tenant_id: str, seen: Situation) -> None:
+def explain_plan(folder: Path, classes: Path | None, tenant_id: str, seen: Situation) -> None:
     """Print the decision for a request of a tenant. Raises `SettingsError`."""
-    loaded, _ = _find(folder, tenant_id)
-    observation = _observation(loaded.tenant, seen)
+    known = _classes(classes)
+    loaded, _ = _find(folder, known, tenant_id)
+    observation = _observation(loaded.tenant, known, seen)
     _say(_explanation(observation, serving_policy(_policies()).decide(observation)))
 
 
@@ -69,8 +69,8 @@ def replay_log(log: Path, policy: str | None, *, unserved: bool) -> None:
         raise SettingsError(f"{log}: {error}") from error
 
 
-def _find(folder: Path, tenant_id: str) -> tuple[Loaded, TenantFile | None]:
-    reader = TenantFolder(folder, _policies())
+def _find(folder: Path, classes: Classes, tenant_id: str) -> tuple[Loaded, TenantFile | None]:
+    reader = TenantFolder(folder, _policies(), classes.names)
     # Of a folder with faults, what could be read can still be shown.
     state = reader.reload()
     if tenant_id not in state.loaded:
@@ -87,12 +87,19 @@ def _policies() -> dict[str, Policy]:
         raise SettingsError(str(error)) from error
 
 
-def _observation(tenant: Tenant, seen: Situation) -> Observation:
+def _classes(file: Path | None) -> Classes:
+    try:
+        return Classes() if file is None else load_classes(file)
+    except ClassesError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _observation(tenant: Tenant, classes: Classes, seen: Situation) -> Observation:
     return Observation(
         tenant_id=tenant.id,
         model=seen.model,
         policy=tenant.policy,
-        service_class=_class_of(tenant, seen.tier),
+        service_class=_class_of(tenant, classes, seen.tier),
         kind=seen.kind,
         num_prompt_tokens=seen.prompt_tokens,
         cache_pressure=seen.cache_pressure,
@@ -104,13 +111,12 @@ def _observation(tenant: Tenant, seen: Situation) -> Observation:
     )
 
 
-def _class_of(tenant: Tenant, tier: str) -> str:
-    """The class that a tier stands for, if the tenant may have it; else its default."""
-    classes = tenant.classes
-    wanted = classes.reserved if tier == "scale" else CLASS_OF_TIER.get(tier)
-    if wanted is None or (classes.allowed is not None and wanted not in classes.allowed):
-        return classes.default
-    return wanted
+def _class_of(tenant: Tenant, classes: Classes, tier: str) -> str:
+    try:
+        check_tier(tier)
+    except InvalidValue as error:
+        raise SettingsError(str(error)) from error
+    return classes.promise(tier, tenant.classes).name
 
 
 def _values_text(values: Sequence[EffectiveValue]) -> str:

@@ -10,6 +10,9 @@ from msgspec import Struct, field
 from surefoot.backends.types import Chunk, Event, Finished, Started, Timings, Usage
 from surefoot.policies.base import Decision, Observation
 
+from .rate_limits import Quota
+from .sla import Promise, SlaClass
+
 
 class RequestRecord(Struct, kw_only=True):
     """Filled in as the request goes its way; None for what it has not reached. No text of it is kept."""
@@ -22,7 +25,11 @@ class RequestRecord(Struct, kw_only=True):
     status: int | None = None
     error: str | None = None
     client_gone: bool = False
+    refusal: str | None = None
+    """Why a good request was not taken, in one word."""
     tenant_id: str | None = None
+    quota: Quota | None = None
+    promise: Promise | None = None
     model: str | None = None
     completion_id: str | None = None
     stream: bool | None = None
@@ -30,12 +37,15 @@ class RequestRecord(Struct, kw_only=True):
     plan_reason: str | None = None
     observation: Observation | None = None
     """What the plan was chosen by."""
+    counted: bool = False
+    """Whether metrics and usage have it already."""
     started: bool = False
     """Whether the backend took the request; one that it refused has no latency to speak of."""
     first_token_s: float | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     timings: list[Timings] = field(default_factory=list)
 
@@ -45,11 +55,32 @@ class RequestRecord(Struct, kw_only=True):
         return time.perf_counter() - self.begun_s
 
     @property
+    def num_tokens(self) -> int | None:
+        """Tokens of prompt and output so far; None if no backend took the request."""
+        return self.num_prompt_tokens + self.num_output_tokens if self.started else None
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the client went away before the end."""
+        return self.client_gone or self.error == "cancelled"
+
+    @property
+    def within_target(self) -> bool | None:
+        """Whether what was promised was kept; None where nothing was, or nobody waited for it.
+
+        A request that failed, or ended by its deadline, was not kept.
+        """
+        if self.promise is None or not self.promise.sla.has_targets or not self.started or self.aborted:
+            return None
+        sla = self.promise.sla
+        return self.error is None and all(_kept(each, sla) for each in self.timings)
+
+    @property
     def end_reasons(self) -> list[str]:
         """Why each choice ended, and what ended the request if that was not its choices."""
         if not self.started:
             return []
-        if self.client_gone or self.error == "cancelled":
+        if self.aborted:
             return [*self.finish_reasons, "abort"]
         if self.error is None:
             return self.finish_reasons
@@ -82,6 +113,7 @@ class RequestRecord(Struct, kw_only=True):
             self.num_prompt_tokens += event.num_prompt_tokens
         elif isinstance(event, Finished):
             self.num_cached_tokens += event.usage.num_cached_tokens
+            self.num_preemptions += event.num_preemptions
             self.timings.append(event.timings)
 
     def log_fields(self) -> dict[str, Any]:
@@ -102,6 +134,8 @@ class RequestRecord(Struct, kw_only=True):
         if self.completion_id is not None:
             fields |= {
                 "model": self.model,
+                "class": self.promise and self.promise.name,
+                "tier": self.promise and self.promise.tier,
                 "completion_id": self.completion_id,
                 "stream": self.stream,
                 "plan": self.plan,
@@ -109,12 +143,22 @@ class RequestRecord(Struct, kw_only=True):
                 "prompt_tokens": self.num_prompt_tokens,
                 "output_tokens": self.num_output_tokens,
                 "cached_tokens": self.num_cached_tokens,
+                "preemptions": self.num_preemptions,
+                "within_target": self.within_target,
                 "finish_reason": ",".join(sorted(set(self.end_reasons))) or None,
                 "queue_s": _round(max((each.queue_s for each in self.timings), default=None)),
                 "ttft_s": _round(self.first_token_s),
                 "tpot_s": _round(_mean([each.tpot_s for each in self.timings if each.tpot_s is not None])),
             }
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _kept(timings: Timings, sla: SlaClass) -> bool:
+    return _at_most(timings.ttft_s, sla.ttft_target_s) and _at_most(timings.tpot_s, sla.tpot_target_s)
+
+
+def _at_most(value: float | None, target: float | None) -> bool:
+    return value is None or target is None or value <= target
 
 
 def _mean(values: list[float]) -> float | None:

@@ -31,7 +31,7 @@ class Head(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     system_fingerprint: str | None = None
-    service_tier: str | UnsetType = UNSET
+    service_tier: str
     usage: UsageBody | UnsetType | None = UNSET
 
 

@@ -15,6 +15,7 @@ from surefoot.backends.types import ModelCard
 from .lifecycle import Lifecycle
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import record_of
+from .rate_limits import Quotas
 from .responses import Health, ModelBody, ModelList
 from .router import Router as ModelRouter
 from .service import CHAT, TEXT, Service
@@ -24,13 +25,14 @@ AnyRequest = Request[Any, Any, Any]
 READ = (HttpMethod.GET, HttpMethod.HEAD)
 
 
-def v1_routes(service: Service, router: ModelRouter, tenants: Tenants) -> Router:
+def v1_routes(service: Service, router: ModelRouter, tenants: Tenants, quotas: Quotas) -> Router:
     """OpenAI's paths. Each of them needs a key where there are tenants."""
 
     def authenticate(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
         tenant = tenants.authenticate(connection.headers.get("authorization"))
         connection.scope["state"]["tenant"] = tenant
-        record_of(connection.scope).tenant_id = tenant.id
+        record = record_of(connection.scope)
+        record.tenant_id, record.quota = tenant.id, quotas.of(tenant)
 
     @post("/chat/completions")
     async def chat_completions(request: AnyRequest) -> ASGIApp:

@@ -31,6 +31,7 @@ from .limits import (
     check_token_ids,
 )
 from .messages import Message, read_messages
+from .sla import check_tier
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -56,6 +57,8 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
     # vLLM's.
     top_k: int | None = None
     min_p: float | None = None
@@ -88,6 +91,7 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
         """Raise an `InvalidRequest` for the first thing that cannot be served."""
         values = asdict(self)
         refuse_unsupported(values)
+        check_tier(self.service_tier)
         for name, allowed in RANGES.items():
             if values.get(name) is not None:
                 check_range(name, values[name], allowed)
@@ -154,13 +158,11 @@ class ChatRequest(SamplingFields):
     moderation: Any = None
     parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     reasoning_effort: Any = None
     response_format: Any = None
     safety_identifier: str | None = None
-    service_tier: Any = None
     store: Any = None
     tool_choice: Any = None
     tools: Any = None

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from litestar import Request
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
 from surefoot.backends.errors import DeadlineExceeded
 from surefoot.backends.types import GenerateRequest, ServingPlan
 from surefoot.policies.base import Policy
 
+from .admission import Admission
 from .answers import Answer, ChatAnswer, Label, TextAnswer
 from .connection import read_body
 from .decode import decode
@@ -26,8 +27,10 @@ from .middleware import record_of
 from .observer import Observer
 from .record import RequestRecord
 from .router import Router
+from .salts import Salts
 from .schemas import ChatRequest, CompletionRequest
-from .tenants import Tenant, Tenants
+from .sla import Promise
+from .tenants import Tenant
 
 DEADLINE_HEADER = "x-surefoot-deadline-ms"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
@@ -51,18 +54,19 @@ class Service:
     def __init__(
         self,
         router: Router,
-        tenants: Tenants,
         policy: Policy,
         observer: Observer,
         metrics: Metrics,
         settings: HttpSettings,
+        admission: Admission,
     ) -> None:
         self._router = router
-        self._tenants = tenants
         self._policy = policy
         self._observer = observer
         self._metrics = metrics
         self._settings = settings
+        self._admission = admission
+        self._salts = Salts()
 
     async def complete(self, request: Request[Any, Any, Any], tenant: Tenant, endpoint: Endpoint) -> Delivery:
         """Everything up to the backend: read, check, choose. Raises a `GatewayError` or a `BackendError`."""
@@ -70,27 +74,60 @@ class Service:
         body = await read_body(request.receive, request.headers, self._settings.max_body_bytes)
         asked = decode(body, endpoint.shape)
         asked.check()
+        record.promise = promise = self._settings.classes.promise(asked.service_tier, tenant.classes)
         backend = self._router.backend(asked.model, tenant)
-        seen = self._observer.observe(tenant, asked.model, asked.prompts(), backend)
+        record.model, record.stream = asked.model, asked.streams
+        seen = self._observer.observe(tenant, promise.name, asked.model, asked.prompts(), backend)
         decision = self._policy.decide(seen)
         record.note_plan(seen, decision)
-        label = _label(asked, endpoint)
-        requests = _requests(asked, tenant, decision.plan, label.id, _deadline_s(request, record))
-        record.model, record.completion_id, record.stream = asked.model, label.id, asked.streams
+        label = _label(asked, endpoint, promise)
+        deadline_s = _deadline_s(request, record)
+        requests = self._requests(asked, tenant, promise, decision.plan, label.id, deadline_s)
+        record.completion_id = label.id
         return Delivery(
             generation=Generation(backend, requests),
             answer=endpoint.answer(label, len(requests)),
             record=record,
             gaps=self._metrics.gap_meter(asked.model),
-            tenants=self._tenants,
-            tenant=tenant,
+            admission=self._admission.of(tenant, requests, record),
             streams=asked.streams,
             keep_alive_s=self._settings.keep_alive_s,
         )
 
+    def _requests(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        tenant: Tenant,
+        promise: Promise,
+        plan: ServingPlan,
+        completion_id: str,
+        deadline_s: float | None,
+    ) -> list[GenerateRequest]:
+        tenant.check_n(asked.num_choices)
+        params = asked.params(tenant.limits.max_tokens)
+        salt = self._salts.salt(tenant.id, asked.prompt_cache_key)
+        return [
+            GenerateRequest(
+                # Not the client's request id, which it may use twice.
+                request_id=f"{completion_id}-{i}",
+                model=asked.model,
+                prompt=prompt,
+                params=params,
+                plan=plan,
+                priority=promise.sla.priority,
+                ttft_target_s=promise.sla.ttft_target_s,
+                tpot_target_s=promise.sla.tpot_target_s,
+                deadline_s=deadline_s,
+                flow=tenant.id,
+                weight=tenant.weight,
+                salt=salt,
+                echo=isinstance(asked, CompletionRequest) and bool(asked.echo),
+            )
+            for i, prompt in enumerate(asked.prompts())
+        ]
 
-def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint) -> Label:
-    tier_asked = isinstance(asked, ChatRequest) and asked.service_tier is not None
+
+def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint, promise: Promise) -> Label:
     return Label(
         id=endpoint.id_prefix + uuid.uuid4().hex,
         created=int(time.time()),
@@ -98,32 +135,8 @@ def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint) -> Label:
         num_choices=asked.num_choices,
         # A whole answer is folded from the chunks of a stream, and always says what it used.
         includes_usage=asked.includes_usage or not asked.streams,
-        service_tier="default" if tier_asked else UNSET,
+        service_tier=promise.tier,
     )
-
-
-def _requests(
-    asked: ChatRequest | CompletionRequest,
-    tenant: Tenant,
-    plan: ServingPlan,
-    completion_id: str,
-    deadline_s: float | None,
-) -> list[GenerateRequest]:
-    tenant.check_n(asked.num_choices)
-    params = asked.params(tenant.limits.max_tokens)
-    return [
-        GenerateRequest(
-            # Not the client's request id, which it may use twice.
-            request_id=f"{completion_id}-{i}",
-            model=asked.model,
-            prompt=prompt,
-            params=params,
-            plan=plan,
-            deadline_s=deadline_s,
-            echo=isinstance(asked, CompletionRequest) and bool(asked.echo),
-        )
-        for i, prompt in enumerate(asked.prompts())
-    ]
 
 
 def _deadline_s(request: Request[Any, Any, Any], record: RequestRecord) -> float | None:

@@ -50,6 +50,15 @@ def auto_or(reader: Reader) -> Reader:
     return read
 
 
+def none_or(reader: Reader) -> Reader:
+    """The text `none`, or what `reader` reads."""
+
+    def read(raw: object) -> Any:
+        return raw if raw == "none" else reader(raw)
+
+    return read
+
+
 def text(raw: object) -> str:
     """A text that is not empty."""
     if not isinstance(raw, str) or not raw.strip():

@@ -22,6 +22,7 @@ from .setting_types import (
     auto_or,
     byte_size,
     key_hash,
+    none_or,
     one_of,
     path,
     seconds,
@@ -54,9 +55,20 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     tenants_reload_s: Annotated[
         float, Setting(seconds(0), "Seconds between looks at the tenant files; 0 looks at SIGHUP only")
     ] = 1.0
+    classes: Annotated[
+        Path | None,
+        Setting(auto_or(path), "TOML file of SLA classes (auto: interactive, standard and batch)"),
+    ] = None
     admin_key_hash: Annotated[
         str | None,
         Setting(auto_or(key_hash), "Hash of the operators' key, from `surefoot key new` (auto: none)"),
+    ] = None
+    usage_db: Annotated[
+        Path | Literal["none"] | None,
+        Setting(
+            auto_or(none_or(path)),
+            "SQLite file of usage, or none (auto: with tenants, in XDG_STATE_HOME or ~/.local/state)",
+        ),
     ] = None
     host: Annotated[
         str, Setting(text, "Address to listen on; one that others can reach only with tenants that have keys")
@@ -150,10 +162,24 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
 
 
 class EffectiveSettings(Struct, frozen=True):
-    """The settings that hold, and the place that each was taken from."""
+    """The settings that hold, the place that each was taken from, and the user's folder for what is kept."""
 
     settings: ServeSettings
     sources: Mapping[str, str]
+    state_dir: Path
+
+    @property
+    def usage_file(self) -> Path | None:
+        """Where a server keeps usage, None if it does not."""
+        return self.readable_usage_file if self.settings.usage_db or self.settings.tenants else None
+
+    @property
+    def readable_usage_file(self) -> Path | None:
+        """Where to look for usage; `auto` does not ask for tenants here, as reading is harmless."""
+        usage_db = self.settings.usage_db
+        if usage_db == "none":
+            return None
+        return self.state_dir / "usage.db" if usage_db is None else usage_db
 
 
 class Layer(Struct, frozen=True):
@@ -164,11 +190,12 @@ class Layer(Struct, frozen=True):
 
 
 class Environment(Struct, frozen=True):
-    """What the process environment says: settings, the file to read, and the user's cache folder."""
+    """What the process environment says: settings, the file to read, and the user's folders."""
 
     layer: Layer
     config: Path | None
     cache_home: Path | None
+    state_home: Path | None
 
 
 def resolve(
@@ -189,7 +216,7 @@ def resolve(
                 sources[name] = layer.sources[name]
                 values[name] = read_value(name, setting, layer.values[name], f" ({sources[name]})")
                 break
-    return EffectiveSettings(ServeSettings(**values), sources)
+    return EffectiveSettings(ServeSettings(**values), sources, default_state_dir(environment.state_home))
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
@@ -200,8 +227,13 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     names = {env_name(name): name for name in describe()}
     _refuse_unknown(ours, [*names, CONFIG_ENV], "environment variable")
     layer = Layer({names[env]: value for env, value in ours.items()}, {names[env]: env for env in ours})
-    cache_home = environ.get("XDG_CACHE_HOME")
-    return Environment(layer, Path(config) if config else None, Path(cache_home) if cache_home else None)
+    cache_home, state_home = environ.get("XDG_CACHE_HOME"), environ.get("XDG_STATE_HOME")
+    return Environment(
+        layer,
+        Path(config) if config else None,
+        Path(cache_home) if cache_home else None,
+        Path(state_home) if state_home else None,
+    )
 
 
 def read_file(file: Path) -> Layer:
@@ -275,6 +307,11 @@ def flag_name(name: str) -> str:
 def default_cache_dir(cache_home: Path | None) -> Path:
     """Where prepared weights lie unless a setting says otherwise: under the user's cache folder."""
     return (cache_home or Path("~/.cache").expanduser()) / "surefoot"
+
+
+def default_state_dir(state_home: Path | None) -> Path:
+    """Where what must outlive the process lies unless a setting says otherwise."""
+    return (state_home or Path("~/.local/state").expanduser()) / "surefoot"
 
 
 def _flags_layer(flags: Mapping[str, str]) -> Layer:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -14,7 +15,8 @@ from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import ModelError, ModelNotFound
-from surefoot.backends.engine.simulation import SimulationSettings, simulate_machine
+from surefoot.backends.engine.simulation import SimulationSettings as SimulationSettings  # for the command
+from surefoot.backends.engine.simulation import simulate_machine
 from surefoot.backends.engine.simulation_report import report_text as simulation_text
 from surefoot.backends.engine.start import EngineOptions, make_backend
 from surefoot.backends.engine.trace import TraceError
@@ -28,9 +30,11 @@ from .http_settings import HttpSettings
 from .logs import configure_logs
 from .server import serve
 from .settings import ServeSettings, SettingsError, check_exposure
+from .sla import Classes, load_classes
 from .tenant_folder import TenantFolder
 from .tenant_watch import TenantWatch
 from .tenants import Tenants
+from .usage_store import UsageStore
 
 SHARED_WITH_ENGINE = (
     "cache_dir",
@@ -49,19 +53,23 @@ EXIT_NO_MODEL = 1
 """The exit status for a model that cannot be loaded."""
 
 
-def run_gateway(settings: ServeSettings) -> int:
-    """Serve until told to stop; returns the process's exit status.
+def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
+    """Serve until told to stop; returns the process's exit status. Without `usage_file` usage is not kept.
 
-    Raises `SettingsError`, `TenantFileError` or `ModelNotFound` before anything is started.
+    Raises `SettingsError`, `TenantFileError`, `ClassesError`, `UsageError` or `ModelNotFound` before anything
+    is started.
     """
     configure_logs(settings.log_format, settings.log_level)
     policies = _policies()
-    tenants, watch = load_tenants(settings, policies.keys())
+    classes = Classes() if settings.classes is None else load_classes(settings.classes)
+    tenants, watch = load_tenants(settings, policies.keys(), classes.names)
     check_exposure(settings.host, tenants.keys_required)
     # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
     sys.setswitchinterval(0.001)
     backend = make_backend(engine_options(settings), progress=_tell)
-    http = HttpSettings(max_body_bytes=int(settings.max_body_bytes), keep_alive_s=settings.keep_alive_s)
+    http = HttpSettings(
+        max_body_bytes=int(settings.max_body_bytes), keep_alive_s=settings.keep_alive_s, classes=classes
+    )
     app = create_app(
         [backend],
         tenants,
@@ -69,6 +77,7 @@ def run_gateway(settings: ServeSettings) -> int:
         http,
         admin_key=AdminKey(settings.admin_key_hash),
         watch=watch,
+        usage_store=None if usage_file is None else UsageStore(usage_file),
     )
     return serve(
         app,
@@ -99,14 +108,18 @@ def run_loss(
     return 0
 
 
-def run_simulation(settings: ServeSettings, what: SimulationSettings, *, as_json: bool) -> int:
+def run_simulation(settings: ServeSettings, what: Mapping[str, Any], *, as_json: bool) -> int:
     """Simulate the settings' server and print what it would promise; returns the process's exit status.
 
-    Raises `SettingsError` for what cannot be simulated.
+    `what` has the fields of `SimulationSettings`. Raises `SettingsError` for what cannot be simulated.
     """
     configure_logs(settings.log_format, settings.log_level)
     try:
-        report = simulate_machine(engine_options(settings), what, progress=_tell)
+        asked = SimulationSettings(**what)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        report = simulate_machine(engine_options(settings), asked, progress=_tell)
     except (TraceError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
     except ModelError as error:
@@ -116,11 +129,13 @@ def run_simulation(settings: ServeSettings, what: SimulationSettings, *, as_json
     return 0
 
 
-def load_tenants(settings: ServeSettings, policies: Collection[str]) -> tuple[Tenants, TenantWatch | None]:
+def load_tenants(
+    settings: ServeSettings, policies: Collection[str], classes: Collection[str]
+) -> tuple[Tenants, TenantWatch | None]:
     """The tenants of the settings' folder, and what keeps them up to date. Raises `TenantFileError`."""
     if settings.tenants is None:
         return Tenants(), None
-    folder = TenantFolder(settings.tenants, policies)
+    folder = TenantFolder(settings.tenants, policies, classes)
     tenants = Tenants(folder.load().tenants, keys_required=True)
     return tenants, TenantWatch(folder, tenants, settings.tenants_reload_s)
 

@@ -66,6 +66,13 @@ class TenantFile(Struct, frozen=True):
     values: dict[str, Any]
 
 
+class KnownNames(Struct, frozen=True):
+    """What a file may name: policies, and SLA classes."""
+
+    policies: Collection[str]
+    classes: Collection[str]
+
+
 def read_file(path: Path) -> TenantFile:
     """Read TOML. Raises `TenantFileError`."""
     try:
@@ -82,22 +89,22 @@ def read_file(path: Path) -> TenantFile:
         raise TenantFileError(Problem(str(path), None, "not UTF-8")) from None
 
 
-def check_defaults(file: TenantFile, policies: Collection[str]) -> None:
+def check_defaults(file: TenantFile, known: KnownNames) -> None:
     """Refuse defaults that no tenant could have. Raises `TenantFileError`."""
     for name in ("id", "key_hashes", "keys"):
         if name in file.values:
             raise _error(file, (name,), f"'{name}' belongs in a tenant's own file")
-    _check(_convert(file, file.values, TenantValues), file, policies)
+    _check(_convert(file, file.values, TenantValues), file, known)
 
 
-def make_tenant(file: TenantFile, defaults: Mapping[str, Any], policies: Collection[str]) -> Tenant:
+def make_tenant(file: TenantFile, defaults: Mapping[str, Any], known: KnownNames) -> Tenant:
     """The tenant of a file. Raises `TenantFileError`, also for what this version does not serve."""
     tenant: Tenant = _convert(file, merge(defaults, file.values), Tenant)
     if not tenant.all_keys:
         raise _error(file, ("key_hashes",), f"no key: it needs 'key_hashes' with {HASH_WORDS}")
     if len({key.hash for key in tenant.all_keys}) < len(tenant.all_keys):
         raise _error(file, ("key_hashes",), "a key hash is there twice")
-    _check(tenant, file, policies)
+    _check(tenant, file, known)
     return tenant
 
 
@@ -110,16 +117,24 @@ def merge(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _check(values: TenantValues, file: TenantFile, policies: Collection[str]) -> None:
-    if values.policy not in policies:
-        known = did_you_mean(values.policy, policies) or f" Known are: {', '.join(sorted(policies))}."
-        raise _error(file, ("policy",), f"there is no policy '{values.policy}'.{known}")
+def _check(values: TenantValues, file: TenantFile, known: KnownNames) -> None:
+    _check_name(file, ("policy",), "policy", values.policy, known.policies)
+    for key in ("default", "allowed", "reserved"):
+        named = getattr(values.classes, key)
+        for name in (named,) if isinstance(named, str) else named or ():
+            _check_name(file, ("classes", key), "SLA class", name, known.classes)
     allowed = values.classes.allowed
     if allowed is not None and values.classes.default not in allowed:
         message = f"'classes.default' is '{values.classes.default}', which is not in 'classes.allowed'"
         raise _error(file, ("classes", "default"), message)
     for each in unserved(values.bounds):
         raise _error(file, tuple(each.key.split(".")), each.message)
+
+
+def _check_name(file: TenantFile, where: Where, what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        hint = did_you_mean(name, known) or f" Known are: {', '.join(sorted(known))}."
+        raise _error(file, where, f"there is no {what} '{name}'.{hint}")
 
 
 def _convert(file: TenantFile, values: Mapping[str, Any], shape: type[Any]) -> Any:

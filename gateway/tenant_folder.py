@@ -17,8 +17,10 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from .sla import DEFAULT_CLASSES
 from .tenant_files import (
     DEFAULTS,
+    KnownNames,
     Problem,
     TenantFile,
     TenantFileError,
@@ -67,11 +69,13 @@ class Entry(Struct, frozen=True):
 
 
 class TenantFolder:
-    """Reads a folder; `policies` are the names that a file may give. Not for several threads at once."""
+    """Reads a folder of files, which may name these policies and SLA classes. Not for two threads at once."""
 
-    def __init__(self, folder: Path, policies: Collection[str]) -> None:
+    def __init__(
+        self, folder: Path, policies: Collection[str], classes: Collection[str] = tuple(DEFAULT_CLASSES)
+    ) -> None:
         self._folder = folder
-        self._policies = policies
+        self._known = KnownNames(policies, classes)
         self._entries: dict[str, Entry] = {}
         self._defaults = Entry(None)
         self._unreadable: Problem | None = None
@@ -135,7 +139,7 @@ class TenantFolder:
             return True
         try:
             file = self._read_toml(DEFAULTS)
-            check_defaults(file, self._policies)
+            check_defaults(file, self._known)
             self._defaults = Entry(_settled(signature), file)
         except TenantFileError as error:
             self._defaults = replace(before, signature=_settled(signature), problem=error.problems[0])
@@ -160,7 +164,7 @@ class TenantFolder:
         if entry.file is None:
             return entry
         try:
-            tenant = make_tenant(entry.file, self._default_values, self._policies)
+            tenant = make_tenant(entry.file, self._default_values, self._known)
         except TenantFileError as error:
             return replace(entry, latest=None, problem=error.problems[0])
         return replace(entry, latest=Loaded(tenant, entry.file), problem=None)

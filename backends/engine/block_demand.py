@@ -1,20 +1,23 @@
-"""How many blocks a sequence will want: enough to start it without preempting it, or others, soon."""
+"""How many blocks will be wanted: a sequence starts only where all that run are expected to end."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+
+from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .output_lengths import OutputLengths
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
-EXPECTED_PART = 0.5
-"""Of the output that is expected, what must find room at a start: others end before all of it has come."""
-
 
 class BlockDemand:
-    """Admission on expected length plus a reserve, over a pool."""
+    """Admission on expected lengths, over a pool.
+
+    What is wanted most at any time from now on: when one sequence ends, those that will go on hold what they
+    have and as many tokens more as that one still had to come. The largest of these sums has to fit (the
+    future peak of Gong et al., "Past-Future Scheduler", ASPLOS 2025, with a mean in place of a sample).
+    """
 
     def __init__(self, blocks: PrefixCache, lengths: OutputLengths) -> None:
         self._blocks = blocks
@@ -26,15 +29,17 @@ class BlockDemand:
         return self._blocks.num_blocks_wanted(sequence) <= self._pool.num_free
 
     def fits(self, sequence: Sequence, running: Iterable[Sequence], num_reserved: int) -> bool:
-        """Whether it finds room with a part of its output, beside what those that run will still want."""
-        output = math.ceil(EXPECTED_PART * self._lengths.remaining(sequence))
-        wanted = min(self._blocks.num_blocks_wanted(sequence, output), self._pool.num_blocks)
-        return wanted + self._growth(running) + num_reserved <= self._pool.num_free
+        """Whether it finds room, now and until all have ended as expected, beside `num_reserved` blocks."""
+        if self._blocks.num_blocks_wanted(sequence) + num_reserved > self._pool.num_free:
+            return False
+        return self._peak((sequence, *running)) + num_reserved <= self._pool.num_blocks
 
-    def _growth(self, running: Iterable[Sequence]) -> int:
-        """Blocks that those that run will want beyond what they have."""
-        blocks = 0
-        for sequence in running:
-            output = EXPECTED_PART * self._lengths.remaining(sequence)
-            blocks += max(sequence.blocks_missing(sequence.num_uncommitted + math.ceil(output)), 0)
-        return blocks
+    def _peak(self, sequences: Iterable[Sequence]) -> float:
+        """Blocks at the moment at which most are wanted. Each sequence's last block counts as half full."""
+        remaining = self._lengths.remaining
+        to_come = sorted(((remaining(seq), len(seq.token_ids)) for seq in sequences), reverse=True)
+        peak = num_tokens = 0.0
+        for number, (num_more, num_held) in enumerate(to_come, 1):
+            num_tokens += num_held + BLOCK_TOKENS / 2
+            peak = max(peak, num_tokens + number * num_more)
+        return peak / BLOCK_TOKENS

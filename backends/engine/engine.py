@@ -160,12 +160,11 @@ class Engine:
         for choice in range(params.n):
             detokenizer = self._tokenizer.detokenizer(continues=continues)
             stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
-            request.sequences.append(Sequence(request, choice, stream))
-        if request.root_key is not None and len(request.prompt_token_ids) > BLOCK_TOKENS:
-            for sequence in request.sequences[1:]:
+            sequence = Sequence(request, choice, stream)
+            request.sequences.append(sequence)
+            if choice > 0 and request.shares_prompt:
                 sequence.status = SequenceStatus.HELD
-        for sequence in request.sequences:
-            if sequence.status is SequenceStatus.WAITING:
+            else:
                 self.scheduler.add(sequence)
 
     def abort(self, key: int) -> None:
@@ -298,14 +297,15 @@ class Engine:
     def _advance(self, chunks: list[ScheduledChunk]) -> None:
         self.counters.num_steps += 1
         for chunk in chunks:
-            has_run_prompt = chunk.samples
-            chunk.sequence.num_committed += chunk.num_tokens
-            self._prefix_cache.publish(chunk.sequence)
-            if has_run_prompt:
-                self._let_go(chunk.sequence.request)
+            seq = chunk.sequence
+            seq.num_committed += chunk.num_tokens
+            self._prefix_cache.publish(seq)
+            if seq.num_committed >= seq.num_prompt_tokens and not seq.request.has_run_prompt:
+                self._prompt_ran(seq.request)
 
-    def _let_go(self, request: Request) -> None:
-        """The prompt is in the cache: the choices that waited for it can share it."""
+    def _prompt_ran(self, request: Request) -> None:
+        """The prompt is in the cache: the choices that were held can begin with it."""
+        request.has_run_prompt = True
         for sequence in request.sequences:
             if sequence.status is SequenceStatus.HELD:
                 sequence.status = SequenceStatus.WAITING

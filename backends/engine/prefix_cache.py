@@ -76,8 +76,6 @@ class PrefixCache:
         """
         if sequence.request.root_key is None:
             return
-        if sequence.num_committed >= sequence.num_prompt_tokens:
-            sequence.request.has_run_prompt = True
         for index in range(sequence.num_published, sequence.num_committed // BLOCK_TOKENS):
             if index == 0 or self._is_published(sequence, index - 1):
                 self._publish(sequence, index)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from .sequence import Sequence
 
 PATIENCE_S = 60.0
 """A sequence without a promise is ordered as if its first token were due this long after its arrival."""
-
-
-BASE_SHARE, GIVEN_SHARE = 0.7, 0.5
-"""Of its TPOT target, what a step may take of a sequence that is on time, and of what it is ahead.
-
-Steps of exactly the target come about where a sequence is 0.6 of a target ahead: that is the cushion.
-"""
-LEAST_SHARE, MOST_SHARE = 0.5, 3.0
 
 
 def first_token_due_s(sequence: Sequence) -> float:
@@ -45,15 +36,3 @@ def slack_s(sequence: Sequence, now_s: float) -> float | None:
     due_s = first_token_due_s(sequence) if sequence.num_output_tokens == 0 else next_token_due_s(sequence)
     due_s = min(due_s, sequence.request.deadline_s)
     return None if due_s == math.inf else due_s - now_s
-
-
-def pace_limit_s(decoding: Iterable[Sequence], now_s: float) -> float:
-    """How long a step may take for the tightest TPOT target of those that decode; infinity without one."""
-    limit_s = math.inf
-    for sequence in decoding:
-        target_s = sequence.request.message.tpot_target_s
-        if target_s is not None:
-            ahead = (next_token_due_s(sequence) - now_s) / target_s - 1
-            share = min(max(BASE_SHARE + GIVEN_SHARE * ahead, LEAST_SHARE), MOST_SHARE)
-            limit_s = min(limit_s, share * target_s)
-    return limit_s

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from .batching_window import BatchingWindow
 from .block_demand import BlockDemand
 from .cost_model import CostModel, context_tokens
 from .prefix_cache import PrefixCache
-from .promise import first_token_due_s, pace_limit_s
+from .promise import first_token_due_s
 from .scheduler import BlockHolder, ScheduledChunk
 from .seen import Seen
 from .sequence import Pace, Sequence, SequenceStatus
 from .settings import EngineSettings
-from .step_plan import StepPlan
+from .step_plan import StepPlan, pace_limit_s, tpot_target_s
 from .waiting import Level, WaitingQueue
 
 AGEING_S = 5.0
@@ -27,18 +27,21 @@ PAUSE_S = 1.0
 MAX_PREEMPTIONS = 3
 """After so many a sequence is a victim only if every other one has had as many."""
 
+URGENT_S = 1.0
+"""A start that is due within so long may preempt a lower priority."""
+
 FIRST_TOKEN_SHARE = 0.5
 """Of the time until a first token is due, what one step of those below may take."""
-RECENT_SHARE = 0.25
+RECENT_SHARE = 0.35
 """Of a TTFT target that a newcomer will likely have, what a step of those below may make it wait."""
 
 
 class PromiseScheduler(BlockHolder):
     """Higher priorities first, within what was promised to those that run.
 
-    A step goes through the priorities from the highest: decodes, prefills, starts. TPOT targets limit its
-    predicted seconds; a prefill with a TTFT target limits what comes after it. Decodes of a priority that is
-    not the highest are paused, blocks kept, where the limit leaves no room; all others always run.
+    A step goes through the priorities from the highest: decodes, prefills, starts. TPOT targets limit the
+    predicted seconds that prefills may make of it. Decodes always run, unless promises to higher priorities
+    leave no room: then they are paused, blocks kept, and take turns.
 
     Nobody waits for ever. A paused sequence runs after `PAUSE_S`, a level with none running starts one after
     `AGEING_S`. Blocks are taken as they are needed: if none is left the sequence of least rank gives up its
@@ -56,6 +59,7 @@ class PromiseScheduler(BlockHolder):
         self._demand = BlockDemand(blocks, self.lengths)
         self._seen = Seen()
         self._window = BatchingWindow()
+        self._num_turns = 0
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -89,8 +93,7 @@ class PromiseScheduler(BlockHolder):
         for sequence in decoding:
             if sequence.pace is None:
                 sequence.pace = Pace(now_s, sequence.num_output_tokens)
-        limit_s = pace_limit_s(decoding, now_s)
-        plan = StepPlan(self._costs.cost, self._settings.max_batched_tokens, limit_s, decoding)
+        plan = StepPlan(self._costs.cost, self._settings.max_batched_tokens, decoding, now_s)
         self._run_overdue(plan, now_s)
         self._start_neglected(plan, now_s)
         for priority in self._priorities():
@@ -114,29 +117,31 @@ class PromiseScheduler(BlockHolder):
         return [level.priority for level in self._queue.levels]
 
     def _run_level(self, priority: int, plan: StepPlan, now_s: float) -> None:
+        plan.narrow(RECENT_SHARE * self._seen.tightest_ttft_s(priority, now_s))
         level = [sequence for sequence in self.running if sequence.priority == priority]
-        is_highest = not any(sequence.priority > priority for sequence in self.running)
-        for sequence in _longest_paused_first(sequence for sequence in level if sequence.is_decoding):
+        decoding = [sequence for sequence in level if sequence.is_decoding]
+        for sequence in sorted(decoding, key=lambda seq: seq.last_turn):
             if sequence in plan or sequence.status is not SequenceStatus.RUNNING:
                 continue
-            if is_highest or plan.fits(1, sequence.num_committed):
+            if plan.decode_fits(sequence):
                 self._run(sequence, 1, plan)
             plan.pass_over(sequence)
         prefilling = [sequence for sequence in level if not sequence.is_decoding]
         for sequence in sorted(prefilling, key=lambda seq: (first_token_due_s(seq), seq.start_number)):
             if sequence not in plan and sequence.status is SequenceStatus.RUNNING:
-                self._prefill(sequence, plan, at_least=plan.least_prefill if is_highest else 0)
+                self._prefill(sequence, plan, at_least=plan.least_prefill)
         prefilling += self._start_waiting(priority, plan, now_s)
+        plan.bind(pace_limit_s(decoding, self._costs.cost, now_s))
         for sequence in prefilling:
-            plan.narrow(FIRST_TOKEN_SHARE * max(first_token_due_s(sequence) - now_s, 0.0))
-        plan.narrow(RECENT_SHARE * self._seen.tightest_ttft_s(priority, now_s))
+            # One that is computed again has had its first token.
+            if sequence.num_output_tokens == 0:
+                plan.bind(FIRST_TOKEN_SHARE * max(first_token_due_s(sequence) - now_s, 0.0))
 
     def _run_overdue(self, plan: StepPlan, now_s: float) -> None:
         """Those that have stood still for too long move on, whatever the limit."""
-        for sequence in _longest_paused_first(self.running):
-            if sequence.paused_since_s is None or now_s - sequence.paused_since_s < PAUSE_S:
-                break
-            if sequence.status is not SequenceStatus.RUNNING:
+        for sequence in sorted(self.running, key=lambda seq: seq.last_turn):
+            since_s = sequence.paused_since_s
+            if since_s is None or now_s - since_s < PAUSE_S or sequence.status is not SequenceStatus.RUNNING:
                 continue
             if sequence.is_decoding:
                 self._run(sequence, 1, plan)
@@ -163,8 +168,7 @@ class PromiseScheduler(BlockHolder):
         while level is not None and level.num_waiting and self._may_start(level, plan, now_s):
             sequence = self._queue.head(level)
             self._begin(sequence, now_s)
-            at_least = plan.least_prefill if self._is_highest(priority) else 0
-            self._prefill(sequence, plan, at_least=at_least)
+            self._prefill(sequence, plan, at_least=plan.least_prefill)
             started.append(sequence)
         return started
 
@@ -172,11 +176,9 @@ class PromiseScheduler(BlockHolder):
         sequence = self._queue.head(level)
         if plan.starts_blocked or plan.prefill_room <= 0:
             return False
-        if not plan.fits(1, 0) and not (self._is_highest(level.priority) and plan.least_prefill):
+        if not plan.has_time(sequence) or not self._pace_allows(sequence):
             return False
-        if not self._pace_allows(sequence):
-            return False
-        if self._finds_room(sequence, now_s) or self._make_room(sequence, plan):
+        if self._finds_room(sequence, now_s) or self._make_room(sequence, plan, now_s):
             return True
         # Whoever comes after must not take what this one waits for.
         plan.starts_blocked = True
@@ -194,15 +196,12 @@ class PromiseScheduler(BlockHolder):
     def _pace_allows(self, sequence: Sequence) -> bool:
         """Whether steps would keep the tightest TPOT target if the sequence decoded beside its betters."""
         beside = [other for other in self.running if other.priority >= sequence.priority]
-        targets = (each.request.message.tpot_target_s for each in (sequence, *beside))
+        targets = (tpot_target_s(each, self._costs.cost) for each in (sequence, *beside))
         tightest_s = min((target for target in targets if target is not None), default=math.inf)
         if not beside or tightest_s == math.inf:
             return True
         num_tokens = sum(len(each.token_ids) for each in (sequence, *beside))
         return self._costs.predict(len(beside) + 1, len(beside) + 1, num_tokens) <= tightest_s
-
-    def _is_highest(self, priority: int) -> bool:
-        return not any(sequence.priority > priority for sequence in self.running)
 
     def _reserved_share(self, priority: int, now_s: float) -> float:
         """What a level must leave free for a higher one that may come at any time."""
@@ -225,7 +224,7 @@ class PromiseScheduler(BlockHolder):
             self._settings.max_prefill_chunk or sequence.num_uncommitted,
             plan.prefill_room,
         )
-        num_tokens = max(plan.largest_fit(most, sequence.num_committed), min(at_least, most))
+        num_tokens = max(plan.largest_prefill(sequence, most), min(at_least, most))
         if num_tokens > 0:
             self._run(sequence, num_tokens, plan)
 
@@ -239,24 +238,26 @@ class PromiseScheduler(BlockHolder):
             self._give_up(victim, plan)
         self._extend(sequence, num_tokens)
         plan.take(sequence, num_tokens)
+        self._num_turns += 1
+        sequence.last_turn = self._num_turns
 
-    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Preempt lower priorities for one that was promised its first token; False if that does not do."""
-        if sequence.request.message.ttft_target_s is None:
+    def _make_room(self, sequence: Sequence, plan: StepPlan, now_s: float) -> bool:
+        """Preempt lower priorities for one whose first token is nearly due; False if that does not do."""
+        if first_token_due_s(sequence) - self._first_token_work_s(sequence) - now_s > URGENT_S:
             return False
-        victims: list[Sequence] = []
-        missing = self._blocks.num_blocks_wanted(sequence) - self._pool.num_free
-        for victim in sorted(self.running, key=_rank):
-            has_place = self._settings.max_sequences > len(self.running) - len(victims)
-            if has_place and missing <= 0:
-                break
-            if victim.priority >= sequence.priority or victim.num_preemptions >= MAX_PREEMPTIONS:
-                return False
-            victims.append(victim)
-            missing -= len(victim.block_table)
+        reserved = self._reserved_share(sequence.priority, now_s)
+        num_places = self._settings.max_sequences - round(reserved * self._settings.max_sequences)
+        num_blocks = self._blocks.num_blocks_wanted(sequence) + round(reserved * self._pool.num_blocks)
+        # Even where nobody has to go at once, somebody must be there to go when blocks run out.
+        victims = [victim for victim in sorted(self.running, key=_rank) if _may_yield(victim, sequence)]
+        num_free = self._pool.num_free + sum(len(victim.block_table) for victim in victims)
+        if not victims or len(self.running) - len(victims) >= num_places or num_free < num_blocks:
+            return False
         for victim in victims:
+            if len(self.running) < num_places and num_blocks <= self._pool.num_free:
+                break
             self._give_up(victim, plan)
-        return self._demand.fits_now(sequence) and self._has_place(0)
+        return len(self.running) < num_places and num_blocks <= self._pool.num_free
 
     def _give_up(self, victim: Sequence, plan: StepPlan) -> None:
         num_done = victim.num_committed - victim.committed_at_start
@@ -279,10 +280,11 @@ class PromiseScheduler(BlockHolder):
         return self._costs.predict(num_tokens, 1, context_tokens(num_tokens, 0))
 
 
+def _may_yield(victim: Sequence, sequence: Sequence) -> bool:
+    """Whether a sequence may be preempted so that another one starts."""
+    return victim.priority < sequence.priority and victim.num_preemptions < MAX_PREEMPTIONS
+
+
 def _rank(sequence: Sequence) -> tuple[bool, int, int]:
     """Who keeps blocks when they run out: those that lost theirs often, then by priority, then by start."""
     return sequence.num_preemptions >= MAX_PREEMPTIONS, sequence.priority, -sequence.start_number
-
-
-def _longest_paused_first(sequences: Iterable[Sequence]) -> list[Sequence]:
-    return sorted(sequences, key=lambda seq: math.inf if seq.paused_since_s is None else seq.paused_since_s)

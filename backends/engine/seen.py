@@ -35,9 +35,9 @@ class Seen:
         return max((priority for priority in self._lately(now_s)), default=NO_PRIORITY)
 
     def tightest_ttft_s(self, priority: int, now_s: float) -> float:
-        """The tightest TTFT target seen lately at this priority or above; infinity for none."""
+        """The tightest TTFT target seen lately above this priority; infinity for none."""
         sights = self._lately(now_s).items()
-        return min((sight.ttft_target_s for each, sight in sights if each >= priority), default=math.inf)
+        return min((sight.ttft_target_s for each, sight in sights if each > priority), default=math.inf)
 
     def _lately(self, now_s: float) -> dict[int, _Sight]:
         return {each: sight for each, sight in self._sights.items() if now_s - sight.at_s < MEMORY_S}

@@ -28,7 +28,7 @@ class SequenceStatus(Enum):
     """Where a sequence is in its life."""
 
     HELD = auto()
-    """Another choice of its request is computing their prompt."""
+    """Not queued yet: another choice of the request runs their prompt first."""
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -77,6 +77,7 @@ class Sequence:
         self.num_preemptions = 0
         # The scheduler's notes.
         self.start_number = 0
+        self.last_turn = 0
         self.paused_since_s: float | None = None
         self.pace: Pace | None = None
         self.charged_tokens = 0.0
@@ -172,6 +173,11 @@ class Request:
     def deadline_s(self) -> float:
         """When the request must end, on the engine's clock."""
         return math.inf if self.message.deadline_s is None else self.arrived_s + self.message.deadline_s
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether a choice can begin with what another one has computed: a full block at least."""
+        return self.root_key is not None and len(self.prompt_token_ids) > BLOCK_TOKENS
 
     @property
     def scores_prompt(self) -> bool:

@@ -63,7 +63,7 @@ def report_of(result: SimulationResult, scheduler: str, speed: float) -> Simulat
 def report_text(report: SimulationReport) -> str:
     """The report as a table."""
     heads = ("class", "requests", "refused", "goodput", "queue p50", "p99", "TTFT p50", "p99", "TPOT p50")
-    rows = [(*heads, "p99", "tokens/s", "preempted")]
+    rows: list[tuple[str, ...]] = [(*heads, "p99", "tokens/s", "preempted")]
     for each in report.classes:
         times = (each.queue_p50_s, each.queue_p99_s, each.ttft_p50_s, each.ttft_p99_s)
         rows.append(

@@ -129,8 +129,8 @@ class Simulation:
     def _turn(self, next_arrival_s: float | None) -> None:
         """A step, or the time until there is something to do."""
         if not self.scheduler.has_work:
-            assert next_arrival_s is not None
-            self._clock.now_s = max(self._clock.now_s, next_arrival_s)
+            if next_arrival_s is not None:
+                self._clock.now_s = next_arrival_s
         elif (wait_s := self.scheduler.wait_s()) > 0:
             until_s = self._clock.now_s + wait_s
             self._clock.now_s = until_s if next_arrival_s is None else min(until_s, next_arrival_s)
@@ -158,7 +158,7 @@ class Simulation:
             seed=0,
             arrived_s=traced.arrival_s,
         )
-        sequence = EngineSequence(request, 0, ChoiceStream(0, _NoText(), (), has_logprobs=False))
+        sequence = EngineSequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
         request.sequences.append(sequence)
         self._traced[key], self._last_key = traced, key
         self.scheduler.add(sequence)
@@ -236,7 +236,7 @@ def blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-class _NoText:
+class NoText:
     """A detokeniser for token counts alone."""
 
     def push(self, token_id: int) -> str:

@@ -40,7 +40,8 @@ class Tokenizer:
         self.spec = spec
         self.eos_token_ids = frozenset(spec.eos_token_ids)
         added = backend.get_added_tokens_decoder()
-        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self._bytes = {token_id: token.content.encode() for token_id, token in added.items()}
+        """Of added tokens, and of all others that were asked for: a model's output repeats itself."""
         self.max_token_chars = max(len(token) for token in backend.get_vocab(with_added_tokens=True))
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # The pickled state of one part is its JSON; writing and reading that of the whole takes 0.2 s more.
@@ -92,10 +93,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, maybe part of a character; a special one stands for its name."""
-        if (content := self._added.get(token_id)) is not None:
-            return content
+        if (known := self._bytes.get(token_id)) is not None:
+            return known
         token = self.backend.id_to_token(token_id)
-        return b"" if token is None else self._spelling(token)
+        if token is None:
+            return b""
+        return self._bytes.setdefault(token_id, self._spelling(token))
 
     def token_text(self, token_id: int) -> str:
         """A token alone as text, U+FFFD where its bytes are no character."""

@@ -69,6 +69,11 @@ from .vector import (
 MAX_HEAD_DIM = 256
 MIN_HEAD_DIM = 32
 
+BLOCKS_AHEAD = 4
+"""How many blocks before its use K is asked for. Blocks lie anywhere, so the processor does not see the next
+one coming, and one is multiplied faster than it comes from memory.
+"""
+
 F32_, BF16, F16 = range(3)
 """Element types of a block, as the kernel's argument."""
 
@@ -98,16 +103,30 @@ def _multiply(e: Emitter, sums: Any, scalars: Any, stride: Any, vector: Any) -> 
 @compiled
 def score_block(empty: Any, kind: int, q: int, head_dim: int, k: int) -> Any:
     """Scores of a tile's vectors (at `q`, `[head_dim, vectors]`) with the 16 tokens of a block."""
+    return _score_block(empty, kind, q, head_dim, k, k, k)
+
+
+@compiled
+def _score_block(empty: Any, kind: int, q: int, head_dim: int, k: int, soon: int, later: int) -> Any:
+    """The same, while halves of blocks that are read soon and later are asked for: line by line, since a
+    burst of requests would stall.
+    """
     sums = empty
     count = 4 * len(empty)
     if kind == BF16:
         for d in range(head_dim):
+            prefetch(soon + 32 * d)
+            prefetch(later + 32 * d)
             sums = _bf16score_block(sums, q + d * count, 4, k + 32 * d)
     elif kind == F16:
         for d in range(head_dim):
+            prefetch(soon + 32 * d)
+            prefetch(later + 32 * d)
             sums = _f16score_block(sums, q + d * count, 4, k + 32 * d)
     else:
         for d in range(head_dim):
+            prefetch(soon + 64 * d)
+            prefetch(later + 64 * d)
             sums = _f32score_block(sums, q + d * count, 4, k + 64 * d)
     return sums
 
@@ -163,6 +182,13 @@ def _kind(blocks: Blocks, index: int) -> int:
 
 
 @compiled
+def _prefetch_keys(blocks: Blocks, index: int) -> None:
+    begin = _block(blocks, index)
+    for line in range(0, blocks.head_dim * 16 * _element_bytes(blocks, index), 64):
+        prefetch(begin + line)
+
+
+@compiled
 def _num_seen(blocks: Blocks, queries: Queries, vector: int) -> int:
     """Tokens that a vector sees."""
     if queries.causal:
@@ -190,16 +216,16 @@ def _attend_tile(
     num_blocks = (tokens + 15) // 16
     front = start // 16
     gather(queries, first, count, head_dim, scale, q)
+    if cold:
+        for j in range(min(BLOCKS_AHEAD, num_blocks)):
+            _prefetch_keys(blocks, front + j)
     for j in range(num_blocks):
         block = _block(blocks, front + j)
+        kind, soon, later = _kind(blocks, front + j), block, block
         if cold:
-            # Blocks lie anywhere, so the processor does not see the next one coming.
-            ahead = _block(blocks, front + min(j + 1, num_blocks - 1))
-            half = head_dim * 16 * _element_bytes(blocks, front + j)
-            for line in range(0, half, 64):
-                prefetch(ahead + line)
-                prefetch(block + half + line)
-        store_rows(score_block(empty, _kind(blocks, front + j), q, head_dim, block), scores + 64 * j, 1024)
+            soon = _block(blocks, front + min(j + BLOCKS_AHEAD, num_blocks - 1))
+            later = block + head_dim * 16 * _element_bytes(blocks, front + j)
+        store_rows(_score_block(empty, kind, q, head_dim, block, soon, later), scores + 64 * j, 1024)
     for m in range(count):
         softmax(
             scores + 1024 * m,

@@ -39,6 +39,7 @@ from .vector import (
     maximum,
     mul,
     op,
+    prefetch,
     splat,
     store_rows,
     store_rows_part,
@@ -66,6 +67,7 @@ class Weights(NamedTuple):
 
     kind: int
     width: int
+    panel_bytes: int
 
 
 ROW_BLOCK = 256
@@ -224,6 +226,13 @@ def _add_step(e: Emitter, sums: Any, x: Any, stride: Any, weights: Any) -> Any:
 
 
 @compiled
+def _prefetch_group(address: int, size: int) -> None:
+    """Ask for a group of the next panel: from memory a panel comes slower than one row is multiplied."""
+    for line in range(0, size, 64):
+        prefetch(address + line)
+
+
+@compiled
 def _panel_rows(
     sums: Any,
     weights: Weights,
@@ -239,19 +248,24 @@ def _panel_rows(
 
     `step` is from one group of x to the next, or from one row to the next where x is not quantised.
     """
-    kind, width = weights.kind, weights.width
+    kind, width, panel_bytes = weights.kind, weights.width, weights.panel_bytes
+    for row in range(len(sums)):
+        prefetch(out + row * out_stride)
     if kind == Q4_0:
         for g in range(width):
+            _prefetch_group(panel + panel_bytes + g * 288, 288)
             sums = _q4_0_group(
                 sums, x + g * step, ACTIVATION_BYTES, panel + g * 256, panel + width * 256 + g * 32
             )
     elif kind == Q4_1:
         for g in range(width):
+            _prefetch_group(panel + panel_bytes + g * 320, 320)
             sums = _q4_1_group(
                 sums, x + g * step, ACTIVATION_BYTES, panel + g * 256, panel + width * 256 + g * 64
             )
     elif kind == Q8_0:
         for g in range(width):
+            _prefetch_group(panel + panel_bytes + g * 544, 544)
             sums = _q8_0_group(
                 sums, x + g * step, ACTIVATION_BYTES, panel + g * 512, panel + width * 512 + g * 32
             )
@@ -283,7 +297,7 @@ def linear(args: int, part: int, parts: int) -> None:
     row_bytes = ACTIVATION_BYTES
     if x == 0:
         x, step, row_bytes = dense, stride, stride
-    weights = Weights(kind, width)
+    weights = Weights(kind, width, panel_bytes)
     num_panels = (outputs + 15) // 16
     units = num_panels * ((rows + ROW_BLOCK - 1) // ROW_BLOCK)
     tallest = linear_tile()

@@ -12,8 +12,10 @@ import sys
 
 FLAGS = dict(argument[2:].split("=", 1) for argument in sys.argv[2:])
 TOKEN_S = 0.005
-METRICS = b'surefoot_event_loop_lag_seconds_bucket{le="0.01"} %d\n' + (
-    b'surefoot_event_loop_lag_seconds_bucket{le="+Inf"} %d\n'
+METRICS = (
+    'surefoot_event_loop_lag_seconds_bucket{{le="0.01"}} {0}\n'
+    'surefoot_event_loop_lag_seconds_bucket{{le="+Inf"}} {0}\n'
+    "surefoot_event_loop_cpu_seconds_total {1}\n"
 )
 
 
@@ -42,11 +44,11 @@ class Server:
             writer.close()
 
     def get(self, path: str, writer: asyncio.StreamWriter) -> None:
-        """Health, models and metrics; the histogram grows by 100 with every scrape."""
+        """Health, models and metrics; a scrape finds the histogram grown by 100, the CPU time by 0.5 s."""
         body = b'{"object": "list", "data": [{"id": "stub"}]}' if path == "/v1/models" else b"ok"
         if path == "/metrics":
             self.num_scrapes += 1
-            body = METRICS % (100 * self.num_scrapes, 100 * self.num_scrapes)
+            body = METRICS.format(100 * self.num_scrapes, 0.5 * self.num_scrapes).encode()
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
 
     async def complete(self, request: dict[str, int], writer: asyncio.StreamWriter) -> None:

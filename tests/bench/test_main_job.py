@@ -16,7 +16,7 @@ from surefoot.bench.keep_alive import Waiter, watch_waiting
 from surefoot.bench.loop_lag import LAG_METRIC, LagProbe, quantile, read_buckets
 from surefoot.bench.machine import describe_machine
 from surefoot.bench.main_job import rows_of, run, text_of
-from surefoot.bench.main_rounds import Job, JobResult, OurRound, measure, model_file
+from surefoot.bench.main_rounds import REQUESTS_EACH, Job, JobResult, OurRound, measure, model_file
 from surefoot.bench.progress import Progress
 from surefoot.bench.served import ServedProcess, free_port
 
@@ -41,6 +41,7 @@ def our_round(**more: float) -> OurRound:
         "streams_tokens_per_s": 50.0,
         "ping_p99_s": 0.005,
         "own_lag_p99_s": 0.002,
+        "loop_cpu_per_token_s": 0.00005,
         "keep_alive_late_p99_s": 0.01,
         "num_keep_alives": 700,
     }
@@ -67,6 +68,7 @@ def test_bars_are_held_against_the_faster_peer() -> None:
     rows = {row.title: row for row in rows_of(job)}
     assert rows["one stream / transformers"].values == [2.0, 1.0, 3.0]
     assert rows["8 streams / transformers"].values == [5.0, 5.0, 5.0]
+    assert rows["event loop's CPU with 8 streams, us a token"].values == pytest.approx([50.0] * 3)
     assert all(row.kept is not False for row in rows.values())
     assert "kept" in text_of(job, list(rows.values()))
 
@@ -119,7 +121,7 @@ def test_pings_go_on_while_the_load_runs() -> None:
     probe = asyncio.run(main())
     assert probe.ping_s
     assert all(seconds > 0 for seconds in probe.ping_s)
-    assert (probe.num_lost, probe.own_p99_s) == (0, None)
+    assert (probe.num_lost, probe.own_p99_s, probe.own_cpu_s) == (0, None, None)
 
 
 def test_a_comment_is_late_by_the_silence_beyond_the_period() -> None:
@@ -222,6 +224,8 @@ def test_the_whole_job_on_a_stand_in(tmp_path: Path) -> None:
     assert ours.ready_s > 0
     assert ours.ping_p99_s > 0
     assert ours.own_lag_p99_s == pytest.approx(0.0099)
+    assert ours.loop_cpu_per_token_s is not None
+    assert ours.loop_cpu_per_token_s * 8 * REQUESTS_EACH * 20 == pytest.approx(0.5)
     assert ours.num_keep_alives >= 100
     assert ours.keep_alive_late_p99_s < 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -12,7 +13,9 @@ from msgspec import Struct
 from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.engine import Engine, EngineCounters
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.runner import build_step
+from surefoot.backends.engine.scheduler import MakeScheduler
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import Chunk, GenerateRequest, SamplingParams, TextPrompt
@@ -39,7 +42,9 @@ class Answer(Struct):
         return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
 
 
-def make_engine(parts: EngineParts, **limits: int) -> Engine:
+def make_engine(
+    parts: EngineParts, *, make_scheduler: MakeScheduler = PromiseScheduler, **limits: int
+) -> Engine:
     """An engine of its own for a test."""
     settings = EngineSettings(**{"cache_bytes": 256 * MIB, **limits})
     return Engine(
@@ -49,17 +54,26 @@ def make_engine(parts: EngineParts, **limits: int) -> Engine:
         cache_dtype=parts.cache_dtype,
         counters=EngineCounters(),
         clock=time.monotonic,
+        make_scheduler=make_scheduler,
     )
 
 
-def run(engine: Engine, parts: EngineParts, requests: Sequence[tuple[str, SamplingParams]]) -> list[Answer]:
-    """Add all requests at once and step until they are done."""
+def run(
+    engine: Engine,
+    parts: EngineParts,
+    requests: Sequence[tuple[str, SamplingParams]],
+    promises: Sequence[dict[str, Any]] | None = None,
+) -> list[Answer]:
+    """Add all requests at once, each with what was promised to it, and step until they are done."""
     answers: dict[int, Answer] = {}
-    for text, params in requests:
+    for (text, params), promised in zip(requests, promises or [{}] * len(requests), strict=True):
         key = next(_keys)
+        message = GenerateRequest(
+            request_id=str(key), model="", prompt=TextPrompt(text), params=params, **promised
+        )
         engine.add(
             admit(
-                GenerateRequest(request_id=str(key), model="", prompt=TextPrompt(text), params=params),
+                message,
                 tuple(parts.loaded.tokenizer.encode(text)),
                 key=key,
                 max_model_len=engine.max_model_len,

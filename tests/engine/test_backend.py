@@ -8,12 +8,15 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from surefoot.backends.engine.backend import EXIT_HUNG, EngineBackend, EngineParts
 from surefoot.backends.engine.engine import Engine, Output
+from surefoot.backends.engine.machine_file import load_machine
 from surefoot.backends.engine.sequence import Request
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.errors import (
@@ -32,6 +35,7 @@ from surefoot.backends.types import (
     GenerateRequest,
     PromptEcho,
     SamplingParams,
+    SchedulerView,
     Started,
     TextPrompt,
     TokenPrompt,
@@ -243,6 +247,81 @@ def test_a_full_queue_is_refused(parts: EngineParts) -> None:
         assert len(await collect(backend, request())) > 2
 
     serve(parts, use, max_sequences=2, max_waiting=1)
+
+
+def test_a_flood_does_not_shut_others_out(parts: EngineParts) -> None:
+    """Where one priority's queue is full a higher one is let in, and the refusals are counted by reason."""
+
+    async def use(backend: EngineBackend) -> None:
+        flood = [backend.generate(request(max_tokens=300, ignore_eos=True)) for _ in range(3)]
+        for generation in flood:
+            await anext(generation)
+        with pytest.raises(Overloaded) as refused:
+            await collect(backend, request())
+        assert 0 < refused.value.retry_after_s <= 60
+        assert (refused.value.reason, backend.stats.refusals_total) == ("requests", {"requests": 1})
+        urgent = replace(request(), priority=200, ttft_target_s=60.0)
+        events = await collect(backend, urgent)
+        assert isinstance(events[-1], Finished)
+        for generation in flood:
+            await generation.aclose()  # type: ignore[attr-defined]  # as above
+
+    serve(parts, use, max_sequences=2, max_waiting=1)
+
+
+def test_the_view_shows_who_waits_and_runs(parts: EngineParts) -> None:
+    """`scheduler` names the running and the waiting, and is empty again at rest."""
+
+    async def use(backend: EngineBackend) -> None:
+        generations = [
+            backend.generate(replace(request(max_tokens=400, ignore_eos=True), request_id=name, flow="acme"))
+            for name in ("first", "second")
+        ]
+        for generation in generations:
+            await anext(generation)
+        await until(lambda: len(backend.scheduler.running) == len(backend.scheduler.waiting) == 1)
+        view = backend.scheduler
+        assert [each.request_id for each in (*view.running, *view.waiting)] == ["first", "second"]
+        assert {each.flow for each in (*view.running, *view.waiting)} == {"acme"}
+        assert view.backlog_s > 0
+        for generation in generations:
+            await generation.aclose()  # type: ignore[attr-defined]  # as above
+        await until(lambda: backend.scheduler == SchedulerView())
+
+    serve(parts, use, max_sequences=1)
+
+
+def test_stats_tell_of_steps(parts: EngineParts) -> None:
+    """Batch sizes, tokens of steps, their budget and their time by model and clock are there for metrics."""
+
+    async def use(backend: EngineBackend) -> None:
+        await collect(backend, request(max_tokens=4))
+        await until(lambda: backend.stats.num_running == 0)
+        stats = backend.stats
+        assert stats.step_sequences_total == stats.steps_total == 4
+        assert stats.step_tokens_total == stats.prompt_tokens_total + 3
+        assert stats.step_budget_total == 4 * 512
+        assert (stats.last_step_sequences, stats.last_step_tokens) == (1, 1)
+        assert min(stats.step_predicted_s_total, stats.step_measured_s_total) > 0
+
+    serve(parts, use)
+
+
+def test_step_costs_are_kept_for_the_simulator(parts: EngineParts, tmp_path: Path) -> None:
+    """They are there when the server is ready, and those that serving taught it when it has stopped."""
+
+    async def main() -> None:
+        kept = replace(parts, cost_file=tmp_path / "cost.json")
+        backend = EngineBackend("m", lambda: kept, EngineSettings(cache_bytes=64 * MIB))
+        await backend.start()
+        at_start = load_machine(tmp_path / "cost.json")
+        assert at_start is not None
+        await collect(backend, request())
+        assert at_start.num_blocks == backend.stats.num_blocks
+        await backend.stop(0)
+        assert load_machine(tmp_path / "cost.json") not in (None, at_start)
+
+    asyncio.run(main())
 
 
 def test_closing_a_generation_frees_its_blocks(parts: EngineParts) -> None:

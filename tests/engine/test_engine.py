@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from surefoot.backends.engine.backend import EngineParts
+from surefoot.backends.engine.cost_model import StepCost
+from surefoot.backends.engine.first_come import FirstComeScheduler
+from surefoot.backends.engine.output_lengths import UNKNOWN_OUTPUT
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
+from surefoot.backends.engine.scheduler import MakeScheduler
 from surefoot.backends.errors import DeadlineExceeded, RequestFault
 from surefoot.backends.types import FinishReason, SamplingParams
 
@@ -62,17 +67,53 @@ def test_chunks_change_no_token(parts: EngineParts, params: SamplingParams) -> N
     assert answers[0].chunks == answers[1].chunks == answers[2].chunks
 
 
-def test_preemption_changes_no_token(parts: EngineParts) -> None:
+@pytest.mark.parametrize("make", [FirstComeScheduler, PromiseScheduler])
+def test_preemption_changes_no_token(parts: EngineParts, make: MakeScheduler) -> None:
     """With too small a cache sequences are preempted, all end, and answers stay the same."""
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    requests = [(prompt, params) for prompt in PROMPTS[:4]]
+    requests = [
+        (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) for prompt in PROMPTS[:4]
+    ]
     roomy = run(make_engine(parts), parts, requests)
     config = parts.loaded.model.config
     block = 16 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * parts.cache_dtype.itemsize
-    tight_engine = make_engine(parts, cache_bytes=6 * block, max_sequences=8)
-    tight = run(tight_engine, parts, requests)
-    assert tight_engine.counters.num_preemptions > 0
+    engine = make_engine(parts, cache_bytes=6 * block, max_sequences=8, make_scheduler=make)
+    # Answers have been short so far, so that more start than can end.
+    short = (PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=1))
+    run(engine, parts, [short] * 4)
+    tight = run(engine, parts, requests)
+    assert engine.counters.num_preemptions > 0
     assert [answer.chunks for answer in tight] == [answer.chunks for answer in roomy]
+
+
+def test_promises_change_no_token(parts: EngineParts) -> None:
+    """Priorities, targets, pauses and preemptions for a place decide when tokens come, never which."""
+    requests = [(prompt, SEEDED) for prompt in PROMPTS]
+    promises = [
+        {"priority": priority, "flow": str(number), "ttft_target_s": ttft_s, "tpot_target_s": tpot_s}
+        for number, (priority, ttft_s, tpot_s) in enumerate(
+            [(0, None, None), (200, 0.001, 0.001), (100, 5.0, None), (0, None, 0.5)] * 2
+        )
+    ]
+    equal = run(make_engine(parts), parts, requests)
+    engine = make_engine(parts, max_sequences=3)
+    unequal = run(engine, parts, requests, promises)
+    assert [answer.chunks for answer in unequal] == [answer.chunks for answer in equal]
+
+
+def test_steps_teach_the_cost_model(parts: EngineParts) -> None:
+    """Warm-up fits what steps cost here, serving goes on learning, and both leave nothing behind."""
+    engine = make_engine(parts)
+    engine.warm_up()
+    fitted = engine.costs.cost
+    assert fitted != StepCost()
+    assert engine.counters.num_steps == engine.pool.num_used == 0
+    assert engine.scheduler.lengths.mean(0) == UNKNOWN_OUTPUT
+    run(engine, parts, [(PROMPTS[0], GREEDY)])
+    assert engine.costs.cost != fitted
+    counters = engine.counters
+    assert counters.num_rows == len(parts.loaded.tokenizer.encode(PROMPTS[0])) + counters.num_steps - 1
+    assert counters.num_sequence_steps == counters.num_steps
+    assert min(counters.predicted_s, counters.measured_s) > 0
 
 
 def test_choices_differ_and_repeat(parts: EngineParts) -> None:

@@ -62,7 +62,10 @@ class World:
         for choice in range(n):
             sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
             request.sequences.append(sequence)
-            self.scheduler.add(sequence)
+            if choice and request.shares_prompt:
+                sequence.status = SequenceStatus.HELD
+            else:
+                self.scheduler.add(sequence)
         return request
 
     def step(self) -> dict[tuple[int, int], int]:
@@ -75,6 +78,8 @@ class World:
             sequence, samples = chunk.sequence, chunk.samples
             sequence.num_committed += chunk.num_tokens
             self.cache.publish(sequence)
+            if sequence.num_committed >= sequence.num_prompt_tokens:
+                self._queue_choices(sequence.request)
             if samples:
                 sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice % 2)
                 if sequence.num_output_tokens >= sequence.request.max_tokens:
@@ -87,6 +92,15 @@ class World:
         while self.scheduler.has_work:
             assert self.step(), "a step did nothing although there is work"
         assert self.pool.num_used == 0
+        statuses = {sequence.status for request in self.requests for sequence in request.sequences}
+        assert statuses == {SequenceStatus.FINISHED}
+
+    def _queue_choices(self, request: Request) -> None:
+        request.has_run_prompt = True
+        for sequence in request.sequences:
+            if sequence.status is SequenceStatus.HELD:
+                sequence.status = SequenceStatus.WAITING
+                self.scheduler.add(sequence)
 
     def _run(self, sequence: Sequence, num_tokens: int) -> None:
         """Read what is committed, write what is new."""
@@ -214,35 +228,20 @@ def test_choices_share_their_prompt(
     assert request.num_cached_tokens == 0
 
 
-def test_choices_wait_without_blocking_others() -> None:
-    """While choice 0 computes a long prompt the other choices wait, and a later request starts."""
-    world = World(budget=32, chunk=16)
-    world.add(TOKENS[:80], n=3)
-    world.add(TOKENS[500:510])
-    assert world.step() == {(0, 0): 16, (1, 0): 10}
-    assert [seq.is_held for seq in world.requests[0].sequences] == [False, True, True]
-    world.finish_all()
-
-
-def test_choices_go_on_when_the_first_is_gone() -> None:
-    """Whether choice 0 is preempted or ends in the middle of the prompt, another one takes over."""
-    world = World(budget=16)
+def test_choices_go_on_when_the_first_is_preempted() -> None:
+    """They wait until it has run the prompt after all; then it may go, and they find what it left."""
+    world = World(budget=32)
     request = world.add(TOKENS[:80], n=3)
-    world.step()
-    world.step()
+    later = world.add(TOKENS[500:516])
+    assert world.step() == {(0, 0): 32}
     world.scheduler._preempt(request.sequences[0])
-    assert not any(seq.is_held for seq in request.sequences)
-    assert world.step() == {(0, 0): 16}, "the two blocks that it had may be found again"
-    assert request.sequences[0].num_committed == 48
+    assert world.step() == {(0, 0): 32}, "the two blocks that it had were found again"
+    assert [seq.status for seq in request.sequences[1:]] == [SequenceStatus.HELD] * 2
+    assert world.step() == {(0, 0): 16, (later.key, 0): 16}
     world.scheduler.finish(request.sequences[0])
-    assert world.step() == {(0, 1): 16}
-    assert [seq.status for seq in request.sequences] == [
-        SequenceStatus.FINISHED,
-        SequenceStatus.RUNNING,
-        SequenceStatus.WAITING,
-    ]
+    assert world.step() == {(later.key, 0): 1, (0, 1): 16, (0, 2): 15}
     world.finish_all()
-    assert [seq.num_output_tokens for seq in request.sequences] == [0, 4, 4]
+    assert [seq.num_output_tokens for seq in request.sequences] == [1, 4, 4]
 
 
 def test_a_preempted_sequence_finds_what_it_had() -> None:
@@ -339,7 +338,7 @@ def test_no_storm_leaks_or_mixes_blocks(
         match data.draw(st.integers(0, 14)):
             case 0:
                 arrive()
-            case 1 if sequences := list(alive()):
+            case 1 if sequences := [seq for seq in alive() if seq.request.has_run_prompt]:
                 world.scheduler.finish(data.draw(st.sampled_from(sequences)))
             case 2 if world.scheduler.running:
                 world.scheduler._preempt(data.draw(st.sampled_from(world.scheduler.running)))
@@ -348,8 +347,9 @@ def test_no_storm_leaks_or_mixes_blocks(
                 if data.draw(st.booleans()):
                     world.cache.distrust(request)
                 for sequence in request.sequences:
-                    if sequence.status is not SequenceStatus.FINISHED:
+                    if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
                         world.scheduler.finish(sequence)
+                    sequence.status = SequenceStatus.FINISHED
         world.pool.check_integrity()
     world.finish_all()
     assert all(world.pool.ref_count(block) == 0 for block in range(num_blocks))

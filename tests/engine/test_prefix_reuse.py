@@ -21,6 +21,7 @@ from surefoot.backends.engine.model import Model
 from surefoot.backends.engine.prepare import LoadedModel
 from surefoot.backends.engine.runner import StepInput
 from surefoot.backends.engine.safetensors_folder import SafetensorsFolder
+from surefoot.backends.engine.sequence import Request, SequenceStatus
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.errors import BackendError, RequestFault
 from surefoot.backends.types import (
@@ -109,22 +110,24 @@ class Server:
         """One request alone."""
         return self.serve_all([message(tokens, params, salt=salt, echo=echo)])[0]
 
+    def add(self, each: GenerateRequest) -> Request:
+        """Queue one."""
+        assert isinstance(each.prompt, TokenPrompt)
+        request = admit(
+            each,
+            each.prompt.token_ids,
+            key=next(self._keys),
+            max_model_len=self.engine.max_model_len,
+            vocab_size=self._vocab_size,
+            now_s=time.monotonic(),
+        )
+        self.engine.add(request)
+        return request
+
     def serve_all(self, messages: Sequence[GenerateRequest]) -> list[Served]:
         """All at once; each gets all steps' rows."""
         self._rows = []
-        served = {next(self._keys): Served([], self._rows) for _ in messages}
-        for key, each in zip(served, messages, strict=True):
-            assert isinstance(each.prompt, TokenPrompt)
-            self.engine.add(
-                admit(
-                    each,
-                    each.prompt.token_ids,
-                    key=key,
-                    max_model_len=self.engine.max_model_len,
-                    vocab_size=self._vocab_size,
-                    now_s=time.monotonic(),
-                )
-            )
+        served = {self.add(each).key: Served([], self._rows) for each in messages}
         while self.engine.has_work:
             for output in self.engine.step():
                 served[output.key].events.append(output.event)
@@ -264,3 +267,17 @@ def test_a_fault_leaves_nothing_to_be_found(tiny_parts: EngineParts) -> None:
     assert server.engine.pool.num_cached == 0
     again = server.serve(prompt, GREEDY)
     assert (again.num_cached_tokens, again.choices) == (0, healthy.choices)
+
+
+def test_held_choices_end_with_their_request(tiny_parts: EngineParts) -> None:
+    """A client that leaves, or a fault, while choice 0 runs the prompt leaves no choice and no block."""
+    server, params = Server(tiny_parts, max_prefill_chunk=16), replace(SEEDED, n=3)
+    request = server.add(message(prompt_of(80, seed=8), params))
+    server.engine.step()
+    assert [seq.status for seq in request.sequences[1:]] == [SequenceStatus.HELD] * 2
+    server.engine.abort(request.key)
+    run = server.engine._runner.run
+    server.engine._runner.run = lambda step: run(step) * torch.nan  # type: ignore[method-assign]  # the fault
+    assert isinstance(server.serve(prompt_of(40, seed=9), params).events[-1], RequestFault)
+    assert not server.engine.has_work
+    assert {seq.status for seq in request.sequences} == {SequenceStatus.FINISHED}

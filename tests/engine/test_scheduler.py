@@ -49,8 +49,8 @@ def test_no_more_than_max_sequences_run(make: MakeScheduler) -> None:
 @every_scheduler
 def test_a_prompt_that_does_not_fit_yet_waits(make: MakeScheduler) -> None:
     """A waiting sequence starts only when all of its tokens have blocks, and nothing overtakes it."""
-    driver = Driver(make, num_blocks=3)
-    driver.add(0, 2 * BLOCK_TOKENS, max_tokens=1)
+    driver = Driver(make, num_blocks=4)
+    driver.add(0, 3 * BLOCK_TOKENS, max_tokens=1)
     driver.add(1, 2 * BLOCK_TOKENS - 1, max_tokens=1)
     driver.add(2, 1, max_tokens=1)
     assert set(driver.shares()) == {0}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from litestar.testing import TestClient
+from msgspec.structs import replace
 
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import Chunk, FinishReason, TokenLogprob, TopLogprob, Usage
-from surefoot.gateway.answers import Label, TextAnswer, text_logprobs
+from surefoot.gateway.answers import ChatAnswer, Label, TextAnswer, text_logprobs
+from surefoot.gateway.sse import ChunkEvents, data_event
 from surefoot.gateway.text_offsets import token_offsets
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -217,6 +220,25 @@ def test_text_and_reason_of_one_event_share_a_chunk() -> None:
     (piece,) = answer.pieces(0, Chunk(0, "a", (2,), None, FinishReason.STOP))
     assert (piece.text, piece.finish_reason) == ("a", "stop")
     assert list(answer.closing(Usage(num_prompt_tokens=1, num_output_tokens=2))) == []
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+@pytest.mark.parametrize("make", [lambda label: TextAnswer(label, 1), ChatAnswer])
+def test_a_chunk_encoded_in_parts_is_the_chunk(make: Callable[[Label], Any], includes_usage: bool) -> None:
+    """The event of a piece has the bytes of the chunk with that piece, whatever characters are in it."""
+    label = Label(
+        id="id-1",
+        created=7,
+        model='a "model"',
+        num_choices=1,
+        includes_usage=includes_usage,
+        service_tier="x",
+    )
+    answer = make(label)
+    list(answer.opening("fp"))
+    chunks = ChunkEvents(answer.empty())
+    for piece in answer.pieces(0, Chunk(0, ']}\n"é', (1,), None, FinishReason.STOP)):
+        assert chunks.event(piece) == data_event(replace(answer.empty(), choices=[piece]))
 
 
 def test_models(http: TestClient) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from surefoot.backends.catalog import packaged_models
 from surefoot.gateway.cli import EXIT_USAGE, run
 from surefoot.gateway.settings import ServeSettings, default_text, describe, flag_name
 from surefoot.gateway.tenant_folder import TenantFolder
-from surefoot.gateway.tenants import Tenants
+from surefoot.gateway.tenants import Tenants, hash_key
+from surefoot.gateway.usage_store import UsageRow, UsageStore
 
 
 class Outcome(Struct, frozen=True):
@@ -60,11 +62,13 @@ def test_help_lists_the_commands(cli: Cli, arguments: tuple[str, ...]) -> None:
     """Without a command the help is shown: the commands, and lines that can be typed."""
     outcome = cli(*arguments)
     assert outcome.status == 0
-    assert {"serve", "config", "key", "models"} <= set(re.findall(r"│ (\w+) ", outcome.out))
+    assert {"serve", "config", "key", "models", "usage"} <= set(re.findall(r"│ (\w+) ", outcome.out))
     assert "    surefoot serve\n" in outcome.out
 
 
-@pytest.mark.parametrize("command", [("serve",), ("config",), ("models",), ("key", "new")])
+@pytest.mark.parametrize(
+    "command", [("serve",), ("config",), ("models",), ("usage",), ("key", "new"), ("simulate",)]
+)
 def test_help_has_examples(cli: Cli, command: tuple[str, ...]) -> None:
     """Each command's help has a line that can be typed."""
     assert f"\n    surefoot {' '.join(command)}" in cli(*command, "--help").out
@@ -137,6 +141,63 @@ def test_new_key_is_a_tenants_key(cli: Cli, tmp_path: Path) -> None:
     assert cli("key", "new").out != outcome.out
 
 
+def test_usage(cli: Cli, tmp_path: Path) -> None:
+    """`usage` shows a file's rows of a period as a table or as JSON; the file is the server's by default."""
+    cli.environ = {"XDG_STATE_HOME": str(tmp_path)}
+    with closing(UsageStore(tmp_path / "surefoot" / "usage.db")) as store:
+        for day in ("2026-01-30", "2026-01-31"):
+            store.add([UsageRow(day=day, tenant="acme", model="m", sla_class="batch", requests=3)])
+    assert [line.split()[0] for line in cli("usage").out.splitlines()] == [
+        "day",
+        "2026-01-30",
+        "2026-01-31",
+        "total",
+    ]
+    (row,) = msgspec.json.decode(cli("usage", "--since", "2026-01-31", "--json").out)
+    assert (row["day"], row["tenant"], row["class"], row["requests"]) == ("2026-01-31", "acme", "batch", 3)
+    assert cli("usage", "--until", "2026-01-01").out == "No usage.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--usage-db", "/no/such.db"), "there is no usage file /no/such.db"),
+        (("--usage-db", "none"), "usage_db = 'none' (--usage-db): no usage is kept"),
+        (("--since", "soon"), "soon"),
+    ],
+)
+def test_usage_that_is_not_there(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
+    """Where no usage is kept, or a day is none, one message says so."""
+    outcome = cli("usage", *arguments)
+    assert (outcome.status, outcome.out) == (EXIT_USAGE, "")
+    assert said in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("classes", "[gold]\nprority = 1", "unknown key 'prority'"),
+        ("tenants", '[classes]\ndefault = "gold"', "there is no SLA class 'gold'"),
+        ("usage_db", "", "usage file"),
+    ],
+)
+def test_files_of_no_use_end_the_start(tmp_path: Path, name: str, text: str, said: str) -> None:
+    """Classes, tenants' choices of them and a usage file that cannot be used are refused before the start."""
+    value = tmp_path / name
+    if name == "tenants":
+        value.mkdir()
+        (value / "a.toml").write_text(f'id = "a"\nkey_hashes = ["{hash_key("k")}"]\n{text}')
+    elif name == "usage_db":
+        value.mkdir()
+    else:
+        value.write_text(text)
+    program = [Path(sys.executable).with_name("surefoot"), "serve", flag_name(name), value, "--port", "0"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_models(cli: Cli, tmp_path: Path) -> None:
     """`models` names the supported kinds, the model that comes along, and the models prepared as a whole."""
     cli.environ = {"SUREFOOT_CACHE_DIR": str(tmp_path)}
@@ -168,6 +229,61 @@ def test_the_program(tmp_path: Path) -> None:
     assert (
         done.stderr == "surefoot: port = '70000' (SUREFOOT_PORT): expected a whole number from 0 to 65535\n"
     )
+
+
+COST = '{"num_blocks": 500, "cost": {"fixed_s": 0.01, "row_s": 0.001, "further_row_s": 0.001}}'
+
+
+@pytest.fixture
+def cost_file(tmp_path: Path) -> str:
+    """What steps cost on some machine."""
+    file = tmp_path / "cost.json"
+    file.write_text(COST)
+    return str(file)
+
+
+def test_simulate_reads_its_own_example(cli: Cli, tmp_path: Path, cost_file: str) -> None:
+    """The line of a trace that the help shows is one that it reads; the report names its class."""
+    example = re.search(r'\{"arrival_s".*\}', cli("simulate", "--help").out)
+    assert example is not None
+    (tmp_path / "trace.jsonl").write_text(example[0])
+    outcome = cli("simulate", "--trace", str(tmp_path / "trace.jsonl"), "--cost", cost_file)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert re.search(r"^interactive +1 +0 +", outcome.out, re.MULTILINE)
+
+
+def test_simulate_as_json(cli: Cli, cost_file: str) -> None:
+    """`--json` has every figure; scheduler, speed, rates and settings reach the simulation."""
+    rates = ("--rate", "interactive=2", "--rate", "batch=9", "--duration", "20")
+    shown = {}
+    for scheduler in ("promise", "first-come"):
+        for speed in ("1", "10"):
+            arguments = (*rates, "--cost", cost_file, "--json", "--scheduler", scheduler, "--speed", speed)
+            shown[scheduler, speed] = msgspec.json.decode(cli("simulate", *arguments).out)
+    goodput = {key: report["classes"][0]["goodput"] for key, report in shown.items()}
+    assert goodput["promise", "1"] > goodput["first-come", "1"]
+    assert goodput["promise", "10"] == 1.0
+    assert {each["sla_class"] for each in shown["promise", "1"]["classes"]} == {"interactive", "batch"}
+    refused = cli(
+        "simulate", *rates, "--cost", cost_file, "--json", "--max-waiting", "0", "--max-sequences", "2"
+    )
+    assert msgspec.json.decode(refused.out)["classes"][1]["refusals"]["requests"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rate", "bach=1"), "unknown class 'bach'"),
+        (("--speed", "0"), "speed must be above 0, got 0"),
+        (("--trace", "/no/such.jsonl"), "/no/such.jsonl cannot be read: No such file"),
+    ],
+)
+def test_simulate_refuses(cli: Cli, cost_file: str, arguments: tuple[str, ...], said: str) -> None:
+    """What cannot be simulated is one message and exit status 2."""
+    outcome = cli("simulate", "--cost", cost_file, *arguments)
+    assert (outcome.status, outcome.out) == (EXIT_USAGE, "")
+    assert said in outcome.err
+    assert "/no/such.json is no file of step costs" in cli("simulate", "--cost", "/no/such.json").err
 
 
 def test_default_model_is_there() -> None:

@@ -195,7 +195,7 @@ BACKEND_ERRORS: list[tuple[Exception, int, str, str, str | None, str | None]] = 
     (backend_errors.DeadlineExceeded("Too late."), 504, "server_error", "deadline_exceeded", None, None),
     (backend_errors.RequestFault("Broken."), 500, "server_error", "request_fault", None, None),
     (backend_errors.NotReady("Loading."), 503, "server_error", "not_ready", None, "5"),
-    (backend_errors.Overloaded("Full."), 503, "server_error", "overloaded", None, "1"),
+    (backend_errors.Overloaded("Full."), 429, "rate_limit_error", "overloaded", None, "1"),
     (backend_errors.EngineFailed("Down."), 503, "server_error", "engine_failed", None, "5"),
 ]
 

@@ -20,19 +20,22 @@ import httpx
 import pytest
 import structlog
 from litestar.testing import TestClient
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from surefoot.backends.errors import DeadlineExceeded, EngineFailed
+from surefoot.backends.errors import DeadlineExceeded, EngineFailed, Overloaded
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import BackendState, BackendStatus, Chunk, FinishReason, PromptEcho
 from surefoot.gateway.app import create_app
+from surefoot.gateway.http_settings import HttpSettings
 from surefoot.gateway.logs import configure_logs
-from surefoot.gateway.metrics import Metrics
-from surefoot.gateway.tenants import Tenant, Tenants, new_key
+from surefoot.gateway.metrics import TOKEN_BUCKETS, Gaps, Metrics
+from surefoot.gateway.sla import Classes, SlaClass
+from surefoot.gateway.tenants import Tenant, TenantClasses, TenantLimits, Tenants, new_key
 from surefoot.policies.baseline import BaselinePolicy
 
-from .harness import Serve
+from .harness import Serve, bearer, client_of, hashes
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "my secret question"}]}
@@ -72,6 +75,7 @@ async def test_live_while_loading() -> None:
 def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     """Requests are counted under vLLM's names, with its label, and ours."""
     http.post(CHAT, json=BODY)
+    backend.script = Script(num_cached_tokens=2)
     http.post(CHAT, json=BODY | {"n": 2, "max_tokens": 3, "stream": True})
     backend.script = Script(error=EngineFailed("Down."), error_at=1)
     http.post(CHAT, json=BODY)
@@ -92,6 +96,8 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert value(gauge, **model) == 0
     assert value("vllm:num_preemptions_total", **model) == 0
+    assert value("vllm:prefix_cache_queries_total", **model) == 9
+    assert value("vllm:prefix_cache_hits_total", **model) == 2
     for histogram in (
         "vllm:time_to_first_token_seconds",
         "vllm:request_time_per_output_token_seconds",
@@ -108,8 +114,61 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     assert value("surefoot_requests_total", tenant="", route="unknown", method="unknown", status="404") == 1
     assert value("surefoot_backend_ready", **model) == 1
     assert value("surefoot_cache_blocks", **model) == 100
+    assert value("surefoot_cache_blocks_cached", **model) == 0
+    assert value("surefoot_prefix_cache_evictions_total", **model) == 0
     assert value("surefoot_engine_restarts_total", **model) == 0
+    assert value("surefoot_event_loop_cpu_seconds_total") > 0
     assert not any("invented" in str(labels) for _, labels in seen)
+
+
+def test_metrics_of_promises(backend: FakeBackend) -> None:
+    """Waits, paces, kept promises, refusals and preemptions are counted by tenant and class."""
+    classes = Classes(
+        {
+            "kept": SlaClass(priority=1, ttft_target_s=600, tpot_target_s=600),
+            "late": SlaClass(priority=1, ttft_target_s=1e-9),
+            "slow": SlaClass(priority=1, tpot_target_s=1e-9),
+        }
+    )
+    tenants = [
+        Tenant(id=name, key_hashes=hashes(name), classes=TenantClasses(default=name), limits=limits)
+        for name, limits in {
+            "kept": TenantLimits(requests_per_minute=3),
+            "late": TenantLimits(),
+            "slow": TenantLimits(),
+            "batch": TenantLimits(),
+        }.items()
+    ]
+    backend.script = Script(num_preemptions=2)
+    with client_of(*tenants, backend=backend, settings=HttpSettings(classes=classes)) as client:
+        for name in ("kept", "kept", "late", "slow", "batch"):
+            client.post(CHAT, json=BODY, headers=bearer(name))
+        backend.script = Script(error=EngineFailed("Down."), error_at=1)
+        client.post(CHAT, json=BODY, headers=bearer("kept"))
+        client.post(CHAT, json=BODY, headers=bearer("kept"))
+        backend.script = Script(error_at_start=Overloaded("Full.", reason="seconds"))
+        client.post(CHAT, json=BODY, headers=bearer("batch"))
+        backend.status = BackendStatus(BackendState.FAILED, "broken")
+        client.post(CHAT, json=BODY, headers=bearer("batch"))
+        seen = samples(client.get("/metrics").text)
+
+    def value(name: str, tenant: str, **labels: str) -> float | None:
+        return seen.get((name, frozenset({"tenant": tenant, "class": tenant, **labels}.items())))
+
+    promised, kept = "surefoot_requests_with_target_total", "surefoot_requests_within_target_total"
+    # Two were kept; a request that failed was not.
+    assert (value(promised, "kept"), value(kept, "kept")) == (3, 2)
+    assert (value(promised, "late"), value(kept, "late")) == (1, 0)
+    assert (value(promised, "slow"), value(kept, "slow")) == (1, 0)
+    assert (value(promised, "batch"), value(kept, "batch")) == (None, None)
+    for metric in ("queue_time", "time_to_first_token", "time_per_output_token"):
+        assert value(f"surefoot_{metric}_seconds_count", "kept") == 2
+        assert value(f"surefoot_{metric}_seconds_count", "batch") == 1
+    assert value("surefoot_preemptions_total", "kept") == 4
+    refusals = "surefoot_refusals_total"
+    assert value(refusals, "kept", reason="requests_per_minute") == 1
+    assert value(refusals, "batch", reason="seconds") == 1
+    assert value(refusals, "batch", reason="not_ready") == 1
 
 
 def test_the_bare_end_of_a_choice_is_no_gap() -> None:
@@ -125,6 +184,19 @@ def test_the_bare_end_of_a_choice_is_no_gap() -> None:
         gaps.observe(0, event)
     seen = samples(metrics.render().decode())
     assert seen["vllm:inter_token_latency_seconds_count", frozenset({("model_name", "fake")})] == 1
+
+
+def test_gaps_are_counted_as_prometheus_counts() -> None:
+    """The buckets and the sum are those of a histogram of prometheus_client, on bounds and between them."""
+    gaps, registry = Gaps(), CollectorRegistry()
+    theirs = Histogram("gap", "", buckets=TOKEN_BUCKETS, registry=registry)
+    for seconds in (0.0, 0.002, 0.0021, 0.4, 40.0, 41.0):
+        gaps.observe(seconds)
+        theirs.observe(seconds)
+    seen = samples(generate_latest(registry).decode())
+    assert gaps.sum_s == seen["gap_sum", frozenset()]
+    for bound, count in gaps.buckets():
+        assert seen["gap_bucket", frozenset({("le", bound)})] == count
 
 
 def test_deadlines_are_counted_as_such(http: TestClient, backend: FakeBackend) -> None:
@@ -208,6 +280,10 @@ def test_one_event_per_request() -> None:
         "prompt_tokens": 3,
         "output_tokens": 4,
         "cached_tokens": 0,
+        "class": "standard",
+        "tier": "default",
+        "preemptions": 0,
+        "within_target": True,
         "finish_reason": "stop",
     }
 

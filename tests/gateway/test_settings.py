@@ -128,6 +128,19 @@ def test_cache_dir_follows_the_user() -> None:
     assert resolve({}, {}).settings.cache_dir == Path.home() / ".cache" / "surefoot"
 
 
+def test_usage_is_kept_where_there_are_tenants() -> None:
+    """By default usage lies under the user's state folder, and is kept only of tenants; a setting decides."""
+    environ = {"XDG_STATE_HOME": "/state"}
+    kept = Path("/state/surefoot/usage.db")
+    assert resolve({"tenants": "t"}, environ).usage_file == kept
+    assert resolve({"tenants": "t"}, {}).usage_file == Path.home() / ".local/state/surefoot/usage.db"
+    assert resolve({}, environ).usage_file is None
+    assert resolve({}, environ).readable_usage_file == kept
+    assert resolve({"usage_db": "/u.db"}, environ).usage_file == Path("/u.db")
+    assert resolve({"usage_db": "none", "tenants": "t"}, environ).usage_file is None
+    assert resolve({"usage_db": "none"}, environ).readable_usage_file is None
+
+
 def test_home_is_expanded() -> None:
     """`~` in a path is the home folder."""
     assert resolve({"tenants": "~/tenants"}, {}).settings.tenants == Path.home() / "tenants"
@@ -152,6 +165,9 @@ def test_home_is_expanded() -> None:
         ("keep_alive_s", "inf", "a number of seconds, 0.1 or more"),
         ("cache_memory", "512 MB/s", "a number of bytes above 0"),
         ("max_body_bytes", "0", "a number of bytes above 0"),
+        ("admin_key_hash", "sha256:12", "a hash from `surefoot key new`: sha256: and 64"),
+        ("classes", " ", "a text"),
+        ("usage_db", " ", "a text"),
         ("log_format", "xml", "auto or console or json"),
         ("log_level", "loud", "debug or info or warning or error"),
     ],

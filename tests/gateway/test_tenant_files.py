@@ -128,6 +128,18 @@ HEAD = f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\n'
         (HEAD + "[[keys]]\nhsh = 'x'", "a.toml:4: unknown key 'keys[0].hsh'. Did you mean 'hash'?"),
         (HEAD + "[[keys]]\nlabel = 'x'", "a.toml:3: missing key 'keys[0].hash'"),
         (HEAD + "colour = 1", "a.toml:3: unknown key 'colour'. Known are: models, weight, policy,"),
+        (
+            HEAD + "[classes]\ndefault = 'standart'",
+            "a.toml:4: there is no SLA class 'standart'. Did you mean 'standard'?",
+        ),
+        (
+            HEAD + "[classes]\nallowed = ['standard', 'gold']",
+            "a.toml:4: there is no SLA class 'gold'. Known are: batch, interactive, standard.",
+        ),
+        (
+            HEAD + "[classes]\nreserved = 'bath'",
+            "a.toml:4: there is no SLA class 'bath'. Did you mean 'batch'?",
+        ),
         (HEAD + "policy = 'adaptve'", "a.toml:3: there is no policy 'adaptve'. Did you mean 'adaptive'?"),
         (HEAD + "policy = 'x'", "Known are: adaptive, baseline, fixed, schedule."),
         (HEAD + "[cache]\nformat = 'k3v3'", "a.toml:4: 'cache.format': expected one of k16v16, k8v8,"),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from litestar.testing import TestClient
 
 from surefoot.backends.fake import FakeBackend, Script
-from surefoot.gateway.app import create_app
 from surefoot.gateway.errors import InvalidKey
 from surefoot.gateway.tenant_files import TenantFileError
 from surefoot.gateway.tenant_folder import TenantFolder
@@ -24,10 +21,9 @@ from surefoot.gateway.tenants import (
     hash_key,
     new_key,
 )
-from surefoot.policies.baseline import BaselinePolicy
 from surefoot.policies.registry import BUILT_IN
 
-from .harness import Serve
+from .harness import Serve, bearer, client_of
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
@@ -49,20 +45,6 @@ def write(tmp_path: Path) -> Write:
 def load_tenants(folder: Path) -> Tenants:
     """The tenants of a folder, as at the start of a server."""
     return Tenants(TenantFolder(folder, BUILT_IN).load().tenants, keys_required=True)
-
-
-@contextmanager
-def client_of(*tenants: Tenant, backend: FakeBackend | None = None) -> Iterator[TestClient]:
-    """A client of a gateway with these tenants."""
-    app = create_app([backend or FakeBackend()], Tenants(tenants), BaselinePolicy())
-    with TestClient(app) as client:
-        assert client.get("/health/ready").status_code == 200
-        yield client
-
-
-def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key."""
-    return {"authorization": f"Bearer {key}"}
 
 
 def test_a_file_is_read(write: Write) -> None:

@@ -14,9 +14,8 @@ class SpeculationCounters(Struct):
     """Of an engine and those that replaced it.
 
     `drafting_s` is what proposing and choosing took. Over the steps that had drafts, `expected_tokens` is
-    what was hoped for and `realised_tokens` what came, in `realised_s` (with the drafting of other
-    steps); without drafts the same steps would have
-    given `plain_tokens`, in `plain_s` by the cost model.
+    what was hoped for and `realised_tokens` what came, in `realised_s` (with the drafting of other steps);
+    without drafts the same steps would have given `plain_tokens`, in `plain_s` by the cost model.
     """
 
     by_source: dict[tuple[str, str], DraftCounts] = field(default_factory=dict)

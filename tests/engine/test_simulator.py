@@ -1,0 +1,229 @@
+"""The real scheduler in virtual time: determinism, the bars of mixed load, and what a trace may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from surefoot.backends.engine.cost_model import StepCost
+from surefoot.backends.engine.first_come import FirstComeScheduler
+from surefoot.backends.engine.machine_file import MachineCost, load_machine, save_machine
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
+from surefoot.backends.engine.scheduler import MakeScheduler
+from surefoot.backends.engine.settings import EngineSettings
+from surefoot.backends.engine.simulation_report import percentile, report_of, report_text
+from surefoot.backends.engine.simulator import Machine, Outcome, SimulationResult, simulate
+from surefoot.backends.engine.trace import (
+    DEFAULT_PROMISES,
+    Lengths,
+    TraceError,
+    TraceRequest,
+    parse_rates,
+    read_trace,
+    synthetic_trace,
+)
+
+COST = StepCost(fixed_s=0.009, row_s=0.00105, further_row_s=0.001, sequence_s=0.0, context_s=1e-6)
+"""About what a small model takes on two cores."""
+MACHINE = Machine(settings=EngineSettings(cache_bytes=1), num_blocks=2500, cost=COST)
+LENGTHS = Lengths(prompt_tokens=128, output_tokens=128)
+DURATION_S, SETTLED_S = 240.0, 60.0
+"""A flood is looked at from when it has filled the server until it ends."""
+
+
+def run(
+    rates: dict[str, float],
+    make: MakeScheduler = PromiseScheduler,
+    *,
+    seed: int = 0,
+    machine: Machine = MACHINE,
+    duration_s: float = DURATION_S,
+) -> SimulationResult:
+    """A synthetic load."""
+    trace = synthetic_trace(rates, duration_s, LENGTHS, seed)
+    return simulate(trace, machine, make_scheduler=make)
+
+
+def of_class(result: SimulationResult, name: str) -> list[Outcome]:
+    """The outcomes of one class."""
+    return [outcome for outcome in result.outcomes if outcome.request.sla_class == name]
+
+
+def goodput(outcomes: Sequence[Outcome]) -> float:
+    """Share served within both targets."""
+    return sum(outcome.is_good for outcome in outcomes) / len(outcomes)
+
+
+def output_rate(outcomes: Sequence[Outcome]) -> float:
+    """Output tokens a second while the load is settled; an answer's tokens come evenly after its first."""
+    num_tokens = 0.0
+    for outcome in outcomes:
+        timings = outcome.timings
+        if timings is None or timings.ttft_s is None:
+            continue
+        first_s = outcome.request.arrival_s + timings.ttft_s
+        last_s = outcome.request.arrival_s + timings.total_s
+        within_s = min(last_s, DURATION_S) - max(first_s, SETTLED_S)
+        if within_s > 0 and last_s > first_s:
+            num_tokens += outcome.request.output_tokens * within_s / (last_s - first_s)
+    return num_tokens / (DURATION_S - SETTLED_S)
+
+
+def test_a_run_repeats() -> None:
+    """The same trace gives the same outcome of every request, to the last bit."""
+    rates = {"interactive": 1.0, "standard": 1.0, "batch": 2.0}
+    first, again = run(rates, duration_s=30), run(rates, duration_s=30)
+    assert first == again
+    assert run(rates, seed=1, duration_s=30) != first
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_mixed_load_beyond_capacity(seed: int) -> None:
+    """At 1.5 times capacity interactive goodput is 99 % or more, and batch gets 85 % or more of what is left.
+
+    First come, first served keeps hardly a promise on the same trace.
+    """
+    capacity = output_rate(run({"batch": 4.25}, seed=seed).outcomes)
+    rates = {"interactive": 0.5, "batch": 1.5 * capacity / LENGTHS.output_tokens - 0.5}
+    ours = run(rates, seed=seed)
+    interactive, batch = of_class(ours, "interactive"), of_class(ours, "batch")
+    assert goodput(interactive) >= 0.99
+    assert output_rate(batch) >= 0.85 * (capacity - output_rate(interactive))
+    assert sum(outcome.num_preemptions for outcome in ours.outcomes) == 0
+    naive = run(rates, FirstComeScheduler, seed=seed)
+    assert goodput(of_class(naive, "interactive")) < 0.5
+
+
+def test_low_load_waits_for_nothing() -> None:
+    """At low load each class's median first token comes as soon as on an empty server, within 5 %."""
+    result = run({"interactive": 0.1, "batch": 0.1})
+    assert all(outcome.is_good for outcome in result.outcomes)
+    delays: dict[str, list[float]] = {"interactive": [], "batch": []}
+    for outcome in result.outcomes:
+        alone = simulate([msgspec.structs.replace(outcome.request, arrival_s=0.0)], MACHINE).outcomes[0]
+        assert outcome.timings is not None
+        assert alone.timings is not None
+        assert outcome.timings.ttft_s is not None
+        assert alone.timings.ttft_s is not None
+        delays[outcome.request.sla_class].append(outcome.timings.ttft_s / alone.timings.ttft_s)
+    assert percentile(delays["interactive"], 50) == pytest.approx(1.0, abs=0.05)
+    assert percentile(delays["batch"], 50) == pytest.approx(1.0, abs=0.05)
+
+
+def test_batch_is_as_fast_alone_as_first_come() -> None:
+    """With one class and no promise to keep, nothing is lost beside first come, first served."""
+    ours, naive = (
+        run({"batch": 5.0}, make, duration_s=60) for make in (PromiseScheduler, FirstComeScheduler)
+    )
+    assert ours.end_s == pytest.approx(naive.end_s, rel=0.02)
+
+
+def test_half_the_cache_is_no_failure() -> None:
+    """With half the blocks that 64 sequences want all are served, at hardly any recomputation."""
+    tight = Machine(settings=MACHINE.settings, num_blocks=64 * 16 // 2, cost=COST)
+    trace = [
+        TraceRequest(
+            arrival_s=0.0, prompt_tokens=128, output_tokens=128 - key, max_tokens=128, sla_class="batch"
+        )
+        for key in range(64)
+    ]
+    result = simulate(trace, tight)
+    assert all(outcome.timings is not None for outcome in result.outcomes)
+    wanted = sum(each.prompt_tokens + each.output_tokens - 1 for each in trace)
+    assert result.num_rows <= 1.05 * wanted
+    assert max(outcome.num_preemptions for outcome in result.outcomes) <= 3
+
+
+def test_overload_of_promises_is_refused_not_broken() -> None:
+    """Twice as much interactive load as fits is refused in part, early, and what is let in is mostly good."""
+    result = run({"interactive": 6.0}, duration_s=60)
+    refused = [outcome for outcome in result.outcomes if outcome.refusal is not None]
+    served = [outcome for outcome in result.outcomes if outcome.timings is not None]
+    assert {outcome.refusal for outcome in refused} == {"target"}
+    assert len(refused) > len(result.outcomes) / 4
+    naive = run({"interactive": 6.0}, FirstComeScheduler, duration_s=60)
+    naive_served = [outcome for outcome in naive.outcomes if outcome.timings is not None]
+    assert goodput(served) > goodput(naive_served)
+
+
+def test_a_faster_machine_promises_more() -> None:
+    """What one machine cannot keep, one ten times as fast can."""
+    rates = {"interactive": 6.0}
+    fast = Machine(settings=MACHINE.settings, num_blocks=MACHINE.num_blocks, cost=COST.faster(10))
+    assert goodput(run(rates, duration_s=60).outcomes) < 0.9
+    assert goodput(run(rates, machine=fast, duration_s=60).outcomes) == 1.0
+
+
+def test_a_report_counts_by_class() -> None:
+    """Classes come by priority, refused requests count against goodput, and the text has a line for each."""
+    trace = [
+        TraceRequest(arrival_s=0.0, prompt_tokens=10, output_tokens=5, sla_class="batch"),
+        TraceRequest(arrival_s=0.0, prompt_tokens=10, output_tokens=5, sla_class="interactive"),
+        TraceRequest(arrival_s=1.0, prompt_tokens=10, output_tokens=100_000, sla_class="batch"),
+    ]
+    report = report_of(simulate(trace, MACHINE), "promise", 1.0)
+    interactive, batch = report.classes
+    assert (interactive.sla_class, batch.sla_class) == ("interactive", "batch")
+    assert (batch.num_requests, batch.num_served, batch.refusals) == (2, 1, {"context": 1})
+    assert (interactive.goodput, batch.goodput) == (1.0, 0.5)
+    assert [line.split()[0] for line in report_text(report).splitlines()[3:]] == ["interactive", "batch"]
+    assert msgspec.json.decode(msgspec.json.encode(report))["classes"][1]["num_served"] == 1
+
+
+def test_a_trace_is_read_in_order(tmp_path: Path) -> None:
+    """Lines may come in any order; what a line does not say is its class's."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        '{"arrival_s": 2, "prompt_tokens": 3, "output_tokens": 4, "class": "batch", "flow": "acme"}\n\n'
+        '{"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 6, "tpot_target_s": 0.5}\n'
+    )
+    first, second = read_trace(file)
+    assert (first.arrival_s, first.sla_class, first.tpot_target_s) == (1.0, "standard", 0.5)
+    assert (second.sla_class, second.flow) == ("batch", "acme")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"arrival_s": 0, "prompt_tokens": 1}', "output_tokens"),
+        ('{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "tokens are 1 or more"),
+        ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "clas": "batch"}', "clas"),
+        ("{", "truncated"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    """A line that cannot be used is refused with its number and the reason."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n' + line)
+    with pytest.raises(TraceError, match=f"line 2: .*{said}"):
+        read_trace(file)
+
+
+@pytest.mark.parametrize("word", ["batch", "batch=much", "batch=-1", "bach=1"])
+def test_bad_rates_are_refused(word: str) -> None:
+    """A rate is a known class and a number above 0."""
+    with pytest.raises(TraceError, match=word):
+        parse_rates([word], DEFAULT_PROMISES)
+
+
+def test_synthetic_traces_have_their_rates_and_lengths() -> None:
+    """Arrivals come at about their rate, lengths within half of their mean, the same for the same seed."""
+    trace = synthetic_trace({"batch": 20.0}, 100.0, Lengths(prompt_tokens=100, output_tokens=10), 3)
+    assert len(trace) == pytest.approx(2000, rel=0.1)
+    assert {50, 150} == {
+        min(request.prompt_tokens for request in trace),
+        max(request.prompt_tokens for request in trace),
+    }
+    assert trace == synthetic_trace({"batch": 20.0}, 100.0, Lengths(prompt_tokens=100, output_tokens=10), 3)
+
+
+def test_step_costs_survive_a_file(tmp_path: Path) -> None:
+    """What was saved is loaded; a file that is not there or not whole is no machine."""
+    machine = MachineCost(num_blocks=7, cost=COST)
+    save_machine(tmp_path / "new" / "cost.json", machine)
+    assert load_machine(tmp_path / "new" / "cost.json") == machine
+    (tmp_path / "half.json").write_text('{"num_blocks": 7')
+    assert load_machine(tmp_path / "half.json") is load_machine(tmp_path / "none.json") is None
