@@ -17,21 +17,26 @@ POINTER_ALIGNMENT = 16
 """What torch's allocator gives at least, and what the launcher therefore finds in pointers (in bytes)."""
 
 
+Kind = str | tuple[str, ...]
+
+
 class AotCase(Struct, frozen=True, kw_only=True):
     """A kernel at a serving shape.
 
-    `signature` has the type of each argument that is no constant, in Triton's words ("*bf16", "i32");
-    pointers are taken as aligned, and ":16" after an integer's type says that 16 divides it. `constexprs`
-    has the constants. `decode`: whether it runs in a decoding step, where nothing may spill to memory.
+    `signature` has the type of each argument that is no constant, in Triton's words ("*bf16", "i32"), or a
+    tuple's types; pointers are taken as aligned, and ":16" after an integer's type says that 16 divides it.
+    `constexprs` has the constants. `decode`: whether it runs in a decoding step, where nothing may spill to
+    memory.
     """
 
     name: str
     kernel: Any
-    signature: dict[str, str]
+    signature: dict[str, Kind]
     constexprs: dict[str, object]
     num_warps: int
     num_stages: int
     decode: bool
+    options: dict[str, dict[str, int]] = {}
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -66,7 +71,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 def compile_case(case: AotCase, target: Target) -> Usage:
     """Compile a case for a target. Raises what Triton raises where it cannot."""
-    signature = {name: kind.removesuffix(":16") for name, kind in case.signature.items()}
+    signature = {name: _plain(kind) for name, kind in case.signature.items()}
     signature |= dict.fromkeys(case.constexprs, "constexpr")
     names = case.kernel.arg_names
     assert set(names) == set(signature), f"{case.name}: arguments {set(names) ^ set(signature)}"
@@ -75,19 +80,30 @@ def compile_case(case: AotCase, target: Target) -> Usage:
         signature={name: signature[name] for name in names},
         constexprs=case.constexprs,
         attrs={
-            (names.index(name),): [["tt.divisibility", POINTER_ALIGNMENT]]
+            path: [["tt.divisibility", POINTER_ALIGNMENT]]
             for name, kind in case.signature.items()
-            if kind.startswith("*") or kind.endswith(":16")
+            for path in _aligned(names.index(name), kind)
         },
     )
     compiled = triton.compile(
         source,
         target=GPUTarget(target.backend, target.arch, target.warp_size),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages}
+        | case.options.get(target.backend, {}),
     )
     if target.backend == "hip":
         return _amd_usage(compiled.asm["amdgcn"], compiled.metadata.shared)
     return _nvidia_usage(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _plain(kind: Kind) -> Kind:
+    return tuple(k.removesuffix(":16") for k in kind) if isinstance(kind, tuple) else kind.removesuffix(":16")
+
+
+def _aligned(index: int, kind: Kind) -> list[tuple[int, ...]]:
+    """Where an argument has what 16 divides: its index, and in a tuple the place."""
+    kinds = {(index, i): k for i, k in enumerate(kind)} if isinstance(kind, tuple) else {(index,): kind}
+    return [path for path, k in kinds.items() if k.startswith("*") or k.endswith(":16")]
 
 
 def _nvidia_usage(cubin: bytes, shared_bytes: int) -> Usage:

@@ -1,8 +1,8 @@
 """`past_attention`, `present_attention` and `attention`: which kernels run for which rows.
 
-A sequence of at most `FEW_ROWS` rows is attended to by `splits.py` and `fold.py`, a longer one by `rows.py`: which one
-depends on its own rows alone. Where a step may have both kinds, both are launched and each leaves the other's
-rows alone. The host never asks the device how long anything is.
+A sequence of at most `FEW_ROWS` rows is attended to by `splits.py` and `fold.py`, a longer one by `rows.py`:
+which one depends on its own rows alone. Where a step may have both kinds, both are launched and each leaves
+the other's rows alone. The host never asks the device how long anything is.
 """
 
 from __future__ import annotations
@@ -15,25 +15,35 @@ from msgspec import Struct
 from torch import Tensor
 
 from ..base import AnyPast, Past, in_fold_order
-from ..layout import FULL, INT4, INT8, K8V4, BlockLayout, CacheFormat
+from ..layout import FORMATS, FULL, INT4, BlockLayout, CacheFormat
 from .aot import AotCase
-from .fold import FOLD_SPLITS, fold_splits
-from .rows import BLOCK_M, TILE_KEYS, attend_rows
-from .splits import FEW_ROWS, MAX_PROGRAMS, SPLIT_BLOCKS, SPLIT_STAGES, TILE_TOKENS, attend_splits, split_warps
+from .fold import FOLD_SPLITS, FOLD_WARPS, fold_splits
+from .rows import BLOCK_M, ROWS_OPTIONS, ROWS_STAGES, ROWS_WARPS, TILE_KEYS, attend_rows
+from .splits import (
+    FEW_ROWS,
+    MAX_FULL_M,
+    MAX_PROGRAMS,
+    SPLIT_BLOCKS,
+    SPLIT_OPTIONS,
+    SPLIT_STAGES,
+    SPLIT_WARPS,
+    TILE_TOKENS,
+    TILE_WORDS,
+    attend_splits,
+)
 from .tiles import (
+    MIN_DOT,
     Pool,
     Window,
     check_queries,
     in_base_2,
+    launch_options,
     padded,
     part_of,
     past_args,
     pool_of,
     window_args,
 )
-
-MAX_FEW_M = 64
-"""Most query vectors of a tile of `splits.py`: more would not fit the registers of 2 warps."""
 
 
 class _Committed(Struct, frozen=True, kw_only=True):
@@ -169,10 +179,12 @@ def _attend_few(call: _Call) -> None:
     parts_lse = torch.empty(shape, device=q.device)
     if committed is not None and num_splits > 0:
         average = triton.cdiv(q.shape[0], call.num_sequences)
-        constants = _split_constants(committed.layout, call.group, min(few, average), few)
-        tiles = call.num_sequences * constants["ROW_TILES"]
-        turns = max(1, min(num_splits, MAX_PROGRAMS // (tiles * call.num_kv_heads)))
-        attend_splits[(turns, call.num_kv_heads, tiles)](
+        is_full = all(p.format.is_full for p in committed.pasts)
+        constants = _split_constants(committed.layout, call.group, min(few, average), few, is_full)
+        tiles = constants["ROW_TILES"]
+        others = tiles * call.num_kv_heads * call.num_sequences
+        turns = max(1, min(num_splits, MAX_PROGRAMS // others))
+        attend_splits[(turns * tiles, call.num_kv_heads, call.num_sequences)](
             q=q,
             cu_rows=call.cu_rows,
             full=committed.pool.full,
@@ -189,8 +201,7 @@ def _attend_few(call: _Call) -> None:
             scale=call.scale,
             PARTS=_parts(call),
             **constants,
-            num_warps=split_warps(q.shape[2]),
-            num_stages=SPLIT_STAGES,
+            **launch_options(SPLIT_WARPS, SPLIT_STAGES, SPLIT_OPTIONS),
         )
     args = _shared_args(call)
     del args["slot_positions"], args["position_width"]
@@ -201,7 +212,7 @@ def _attend_few(call: _Call) -> None:
         num_splits=num_splits,
         PARTS=_parts(call),
         **_fold_constants(q.shape[2], call.group, call.num_kv_heads, few),
-        num_warps=4,
+        num_warps=FOLD_WARPS,
         num_stages=1,
     )
 
@@ -223,7 +234,7 @@ def _attend_many(call: _Call) -> None:
         BLOCK_BYTES=committed.layout.block_bytes if committed else 0,
         HEAD_BYTES=committed.layout.head_bytes if committed else 0,
         **constants,
-        **_rows_launch(call.q.dtype),
+        **launch_options(ROWS_WARPS, ROWS_STAGES, ROWS_OPTIONS),
     )
 
 
@@ -256,9 +267,12 @@ def _shared_args(call: _Call) -> dict[str, Any]:
     }
 
 
-def _split_constants(layout: BlockLayout, group: int, rows: int, max_rows: int) -> dict[str, Any]:
+def _split_constants(
+    layout: BlockLayout, group: int, rows: int, max_rows: int, is_full: bool
+) -> dict[str, Any]:
     """For tiles of `rows` rows where that many fit, and sequences of up to `max_rows`."""
-    block_m = max(padded(group), min(MAX_FEW_M, padded(rows * group)))
+    most = min(MAX_FULL_M, padded(rows * group)) if is_full else MIN_DOT
+    block_m = max(padded(group), most)
     return {
         "HEAD_DIM": layout.head_dim,
         "GROUP": group,
@@ -270,7 +284,7 @@ def _split_constants(layout: BlockLayout, group: int, rows: int, max_rows: int) 
         "BLOCK_M": block_m,
         "D": padded(layout.head_dim),
         "TOKENS": TILE_TOKENS,
-        "WORDS": 8 * split_warps(layout.head_dim),
+        "WORDS": TILE_WORDS,
         "SPLIT": SPLIT_BLOCKS,
     }
 
@@ -301,9 +315,103 @@ def _rows_constants(head_dim: int, group: int, num_kv_heads: int) -> dict[str, A
     }
 
 
-def _rows_launch(dtype: torch.dtype) -> dict[str, int]:
-    return {"num_warps": 8, "num_stages": 2}
-
-
 def aot_cases() -> list[AotCase]:
-    return []
+    """The heads of Llama-3.1-8B and of SmolLM2-135M in bfloat16, and the mixes of formats that plans make."""
+    llama = BlockLayout(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    small = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
+    one_format = [(f,) for f in FORMATS]
+    return [
+        *(_split_case(llama, 4, 1, formats) for formats in [*one_format, (INT4, FULL)]),
+        _split_case(llama, 4, 9, (FULL,)),
+        *(_split_case(small, 3, 1, formats) for formats in one_format),
+        _fold_case(llama, 4, 1, (INT4, FULL)),
+        _fold_case(llama, 4, 9, (INT4, FULL)),
+        _fold_case(small, 3, 1, (FULL,)),
+        *(_rows_case(llama, 4, formats) for formats in ((), (FULL,), (INT4, FULL))),
+        _rows_case(small, 3, (FULL,)),
+    ]
+
+
+def _case_name(kernel: str, layout: BlockLayout, rows: int, formats: tuple[CacheFormat, ...]) -> str:
+    past = " + ".join(f"({f.k_bits}, {f.v_bits})" for f in formats) or "no past"
+    return f"{kernel}, heads of {layout.head_dim}, {rows} rows, {past}"
+
+
+def _signature(formats: tuple[CacheFormat, ...], *names: str) -> dict[str, Any]:
+    """Types of arguments by name."""
+    every: dict[str, Any] = {
+        "cu_rows": "*i32",
+        "words": "*i32",
+        "shorts": "*i16",
+        "codes": "*u8",
+        "halves": "*fp16",
+        "parts_out": "*fp32",
+        "parts_lse": "*fp32",
+        "lse": "*fp32",
+        "num_splits": "i32",
+        "num_sequences": "i32",
+        "scale": "fp32",
+        "tables": ("*i32",) * len(formats),
+        "lengths": ("*i32",) * len(formats),
+        "widths": ("i32",) * len(formats),
+    }
+    return {n: "i32:16" if n.endswith("_stride") else every.get(n, "*bf16") for n in names}
+
+
+def _case(
+    name: str,
+    kernel: Any,
+    formats: tuple[CacheFormat, ...],
+    constexprs: dict[str, Any],
+    launch: tuple[int, int, dict[str, dict[str, int]]],
+    decode: bool,
+) -> AotCase:
+    names = [n for n in kernel.arg_names if n not in constexprs]
+    return AotCase(
+        name=name,
+        kernel=kernel,
+        signature=_signature(formats, *names),
+        constexprs=constexprs,
+        num_warps=launch[0],
+        num_stages=launch[1],
+        options=launch[2],
+        decode=decode,
+    )
+
+
+def _split_case(layout: BlockLayout, group: int, rows: int, formats: tuple[CacheFormat, ...]) -> AotCase:
+    parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
+    return _case(
+        _case_name("attend_splits", layout, rows, formats),
+        attend_splits,
+        formats,
+        window_args(None) | parts | _split_constants(layout, group, rows, rows, formats == (FULL,)),
+        (SPLIT_WARPS, SPLIT_STAGES, SPLIT_OPTIONS),
+        decode=True,
+    )
+
+
+def _fold_case(layout: BlockLayout, group: int, rows: int, formats: tuple[CacheFormat, ...]) -> AotCase:
+    parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
+    no_window = {"row_positions": None, "window": None}
+    return _case(
+        _case_name("fold_splits", layout, rows, formats),
+        fold_splits,
+        formats,
+        no_window | parts | _fold_constants(layout.head_dim, group, layout.num_kv_heads, rows),
+        (FOLD_WARPS, 1, {}),
+        decode=True,
+    )
+
+
+def _rows_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]) -> AotCase:
+    parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
+    sizes = {"BLOCK_BYTES": layout.block_bytes, "HEAD_BYTES": layout.head_bytes}
+    return _case(
+        _case_name("attend_rows", layout, BLOCK_M // group, formats),
+        attend_rows,
+        formats,
+        window_args(None) | parts | sizes | _rows_constants(layout.head_dim, group, layout.num_kv_heads),
+        (ROWS_WARPS, ROWS_STAGES, ROWS_OPTIONS),
+        decode=False,
+    )

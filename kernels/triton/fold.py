@@ -1,9 +1,9 @@
 """The second half of `splits.py`: the outputs of a row's splits, folded in order, and its attention over the
 step's own rows, as few as they are.
 
-Bytes: what `splits.py` wrote, read once, and the sequence's rows of K and V for each query head; both stay in the
-second-level cache. Operations: 2 * head_dim per split, 4 * head_dim per row seen. It runs per row and query
-head, in float32, without matrix products.
+Bytes: what `splits.py` wrote, read once, and the sequence's rows of K and V for each query head; both stay
+in the second-level cache. Operations: 2 * head_dim per split, 4 * head_dim per row seen. It runs per row and
+query head, in float32, without matrix products.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from .tiles import LN2, advance
 
 FOLD_SPLITS = 16
 """Splits folded at a time."""
+
+FOLD_WARPS = 4
+"""16 splits of 128 numbers are 16 loads in flight for each of 128 threads."""
 
 
 @triton.jit

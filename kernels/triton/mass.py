@@ -1,9 +1,9 @@
 """`past_mass` and `present_mass`: the share of attention that each token received from observed rows.
 
-Per observed row every key is read again, without its value: `head_dim * k_bits / 8` bytes and 4 of pairs per token
-and KV head, and 4 written. Rows of one sequence each read it for themselves, from the second-level cache where it fits:
-few rows are observed (every n-th, and a prompt's last 16). Operations: `2 * head_dim` per query head and token, on
-a tile of 16 query vectors, most of which stay empty.
+Per observed row every key is read again, without its value: `head_dim * k_bits / 8` bytes and 4 of pairs per
+token and KV head, and 4 written. Rows of one sequence each read it for themselves, from the second-level
+cache where it fits: few rows are observed (every n-th, and a prompt's last 16). Operations: `2 * head_dim`
+per query head and token, on a tile of 16 query vectors, most of which stay empty.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _queries(
     M: tl.constexpr,
     D: tl.constexpr,
 ):
-    """A row's queries of a KV head `[M, D]`, and their log-sum-exp `[M]` in base 2; +inf where there is none."""
+    """A row's queries of a KV head `[M, D]`, and their log-sum-exp `[M]` in base 2, +inf for none."""
     vector, dims = tl.arange(0, M), tl.arange(0, D)
     query_head = head * GROUP + vector % GROUP
     mask = (vector < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -242,7 +242,7 @@ def present_mass(
     max_rows: int | None = None,
     window: Window | None = None,
 ) -> Tensor:
-    """As `Ops.present_mass` has it. `max_rows`: rows of the longest sequence, else read back from the device."""
+    """As `Ops.present_mass` has it. `max_rows`: rows of the longest sequence, else read from the device."""
     group = check_queries(q, cu_rows, k.shape[1])
     _check_observed(q, observed)
     assert k.stride(2) == 1

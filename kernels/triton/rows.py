@@ -1,10 +1,11 @@
-"""Attention of many rows of a sequence, a prompt's chunk: over the past block by block, then causally over the
-step's own rows, in one running softmax (FlashAttention, arXiv 2205.14135).
+"""Attention of many rows of a sequence, a prompt's chunk: over the past block by block, then causally over
+the step's own rows, in one running softmax (FlashAttention, arXiv 2205.14135).
 
-A tile has `BLOCK_M` query vectors: rows times the query heads of a KV head, so that keys are read once for all
-of those. Per tile every token of the past and of the rows up to it is read once, `2 * head_dim` numbers per KV head;
-operations are `4 * head_dim` per query vector and token seen, and those of the last tile of keys' masked half: at
-2048 rows and 32 rows a tile some 3 % more than needed. Codes are unpacked element by element: products dominate.
+A tile has `BLOCK_M` query vectors: rows times the query heads of a KV head, so that keys are read once for
+all of those. Per tile every token of the past and of the rows up to it is read once, `2 * head_dim` numbers
+per KV head; operations are `4 * head_dim` per query vector and token seen, and those of the last tile of
+keys' masked half: at 2048 rows and 32 rows a tile some 3 % more than needed. Codes are unpacked element by
+element: products dominate.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ BLOCK_M = 128
 """Query vectors of a tile: two matrix instructions' rows for 8 warps on Hopper."""
 
 TILE_KEYS = 64
-"""Tokens of a tile: K and V take 32 KiB at head_dim 128, so that 2 or 3 stages fit every target."""
+"""Tokens of a tile: K and V take 32 KiB at head_dim 128."""
+
+ROWS_WARPS = 8
+"""16 query vectors a warp, or 64 for each of two warp groups on Hopper."""
+
+ROWS_STAGES = 3
+"""Two tiles in flight, and one being worked on."""
+
+ROWS_OPTIONS = {"hip": {"num_stages": 2}}
+"""3 stages do not fit the 64 KiB of gfx942."""
 
 
 @triton.jit
@@ -115,13 +125,47 @@ def attend_rows(
         # Keys that every row of the tile sees, then those that some see.
         for first in range(0, first_row // T * T, T):
             sums, top, total = _attend_present(
-                own_q, from_k, from_v, row_positions, start, own_positions, window, row, first, last_row,
-                k_row_stride, v_row_stride, scale, sums, top, total, HEAD_DIM, T, False,
+                own_q,
+                from_k,
+                from_v,
+                row_positions,
+                start,
+                own_positions,
+                window,
+                row,
+                first,
+                last_row,
+                k_row_stride,
+                v_row_stride,
+                scale,
+                sums,
+                top,
+                total,
+                HEAD_DIM,
+                T,
+                False,
             )
         for first in range(first_row // T * T, last_row, T):
             sums, top, total = _attend_present(
-                own_q, from_k, from_v, row_positions, start, own_positions, window, row, first, last_row,
-                k_row_stride, v_row_stride, scale, sums, top, total, HEAD_DIM, T, True,
+                own_q,
+                from_k,
+                from_v,
+                row_positions,
+                start,
+                own_positions,
+                window,
+                row,
+                first,
+                last_row,
+                k_row_stride,
+                v_row_stride,
+                scale,
+                sums,
+                top,
+                total,
+                HEAD_DIM,
+                T,
+                True,
             )
 
     whole = tl.where(total == 0.0, 1.0, total)
@@ -157,7 +201,7 @@ def _attend_past(
     T: tl.constexpr,
 ):
     """All tokens of one format."""
-    VALUE: tl.constexpr = tl.bfloat16 if PART[1] != 16 and q.dtype == tl.float16 else q.dtype
+    value_dtype: tl.constexpr = tl.bfloat16 if PART[1] != 16 and q.dtype == tl.float16 else q.dtype
     CENTRE: tl.constexpr = 2 ** (PART[1] - 1)
     dims = tl.arange(0, q.shape[1])
     q_sum = tl.sum(q.to(tl.float32), 1)
@@ -169,21 +213,23 @@ def _attend_past(
         scores = past_scores(q, q_sum, full, codes, halves, base, tokens, length, dims, PART, HEAD_DIM)
         seen = live[None, :]
         if window is not None:
-            position = tl.load(slot_positions + block.to(tl.int64) * position_width + slots, mask=live, other=0)
+            position = tl.load(
+                slot_positions + block.to(tl.int64) * position_width + slots, mask=live, other=0
+            )
             seen = seen & (position[None, :] > own_positions[:, None] - window)
         scores = tl.where(seen, scores * scale, float("-inf"))
         top, finite, fade = advance(top, scores)
         shares = tl.exp2(scores - finite[:, None])
         total = total * fade + tl.sum(shares, 1)
         if PART[1] == 16:
-            scaled = shares.to(VALUE)
+            scaled = shares.to(value_dtype)
         else:
             steps = pair(halves, base, slots, live, 2, PART)
             middle = pair(halves, base, slots, live, 3, PART) + CENTRE * steps
-            scaled = (shares * steps[None, :]).to(VALUE)
-            excess = (CENTRE + bias(PART[1], VALUE)) * scaled.to(tl.float32)
+            scaled = (shares * steps[None, :]).to(value_dtype)
+            excess = (CENTRE + bias(PART[1], value_dtype)) * scaled.to(tl.float32)
             shift = shift * fade + tl.sum(shares * middle[None, :] - excess, 1)
-        v = values(full, codes, base, slots, live, dims, PART, HEAD_DIM, VALUE)
+        v = values(full, codes, base, slots, live, dims, PART, HEAD_DIM, value_dtype)
         sums = tl.dot(scaled, v, sums * fade[:, None], input_precision="ieee")
     return sums + shift[:, None], top, total
 
@@ -213,7 +259,7 @@ def _attend_present(
     """One tile of a sequence's own rows `first` to `first + T`; not `MASKED`: all are before every row."""
     dims = tl.arange(0, q.shape[1])
     key = first + tl.arange(0, T)
-    inside = (dims < HEAD_DIM)
+    inside = dims < HEAD_DIM
     at = key.to(tl.int64)
     k_mask, v_mask = inside[:, None], inside[None, :]
     if MASKED:

@@ -1,71 +1,76 @@
-"""Attention of few rows over the past, split over fixed numbers of blocks: what decoding and verification run.
+"""Attention of few rows over the past, split over fixed numbers of blocks: what decoding and verification
+run.
 
-Each split of `SPLIT_BLOCKS` blocks of one format gives an output and a log-sum-exp of its own, `fold.py` folds
-them in order. Which tokens make a split depends on the sequence alone, so its bits do not depend on the
+Each split of `SPLIT_BLOCKS` blocks of one format gives an output and a log-sum-exp of its own, `fold.py`
+folds them in order. Which tokens make a split depends on the sequence alone, so its bits do not depend on the
 batch. How many programs share the splits depends on the batch, for speed.
 
 A quantised block is read in 4-byte words: of K, 4 tokens of one dimension; of V, 4 bytes of one token's row.
 Lane j of a word of K is token `4 * word + j`, so a tile is 4 interleaved runs of tokens with a product each.
-Lane a of V gives every fourth output dimension; in 4 bits each byte gives two. No element is moved on its own, in
-registers or shared memory, before it is unpacked. Blocks of any capacity fill such tiles: only a block's last
-word can have unused lanes (1 token in 40 at capacity 39).
+Lane a of V gives every fourth output dimension; in 4 bits each byte gives two. No element is moved on its
+own, in registers or shared memory, before it is unpacked. Blocks of any capacity fill such tiles: only a
+block's last word can have unused lanes (1 token in 40 at capacity 39).
 
-Per token and KV head the bytes moved are those of the cache, `head_dim * (k_bits + v_bits) / 8` and 8 of pairs,
-each read once for up to `BLOCK_M` query vectors, plus `8 * head_dim / (16 * capacity)` per query vector for the
-split's output, written and read again (2 % at head_dim 128, 4 query heads per KV head and 16 bits). Operations: 4 *
-head_dim per query vector and token, as they must be; and about 1.5 per code to unpack it.
+Per token and KV head the bytes moved are those of the cache, `head_dim * (k_bits + v_bits) / 8` and 8 of
+pairs, each read once for up to `BLOCK_M` query vectors, plus `8 * head_dim / (16 * capacity)` per query
+vector for the split's output, written and read again (2 % at head_dim 128, 4 query heads per KV head and 16
+bits). Operations: 4 * head_dim per query vector and token, as they must be; and about 1.5 per code to unpack
+it.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..base import Past
-from ..layout import BlockLayout
-from .aot import AotCase
 from .tiles import (
-    LOG2_E,
-    Window,
     advance,
     bias,
-    check_queries,
     keys,
-    locate,
     number,
-    two_numbers,
     padded,
-    part_of,
-    past_args,
-    pool_of,
+    two_numbers,
     values,
-    window_args,
 )
 
 FEW_ROWS = 16
-"""Most rows of a sequence that are attended to in splits: a step's last token and its drafts. More (a prompt's
-chunk) make enough programs without splits (`rows.py`).
+"""Most rows of a sequence that are attended to in splits: a step's last token and its drafts. More (a
+prompt's chunk) make enough programs without splits (`rows.py`).
 """
 
 SPLIT_BLOCKS = 16
-"""Blocks of a split: 128 KiB of a KV head at head_dim 128. Half as many would double the outputs' share of the
-bytes; twice as many would leave half of 132 processors idle at 8 KV heads, one sequence and 8k tokens.
+"""Blocks of a split: 128 KiB of a KV head at head_dim 128. Half as many would double the outputs' share of
+the bytes; twice as many would leave half of 132 processors idle at 8 KV heads, one sequence and 8k tokens.
 """
 
 MAX_PROGRAMS = 4096
-"""About 4 waves of what a large GPU runs at once: enough to even out sequences of different lengths, few enough
-that programs without work cost nothing much.
+"""About 4 waves of what a large GPU runs at once: enough to even out sequences of different lengths, few
+enough that programs without work cost nothing much.
 """
 
 TILE_TOKENS = 32
 """Tokens of a tile in full precision: 16 KiB at head_dim 128, of which 3 are in flight per program."""
 
+SPLIT_WARPS = 4
+"""Each takes 8 tokens or words, and 8 units of V, of 32: no code is unpacked twice."""
+
+TILE_WORDS = 32
+"""Words of K of a quantised tile, 128 tokens."""
+
 SPLIT_STAGES = 3
-"""Tiles in flight, and one being worked on."""
+"""Two tiles in flight, and one being worked on."""
+
+SPLIT_OPTIONS = {"cuda": {"maxnreg": 255}, "hip": {"num_stages": 2}}
+"""Without a bound of its own ptxas may spill to fit three programs on a processor. 3 stages would spill, and
+take more shared memory than there is, on gfx942.
+"""
+
+MAX_FULL_M = 32
+"""Most query vectors of a tile, if the past is in full precision. Quantised ones have 16: their registers are
+full. More rows make more tiles, side by side in the grid so that they find keys in the second-level cache.
+"""
 
 
 @triton.constexpr_function
@@ -76,33 +81,27 @@ def key_classes(capacity: int) -> int:
 
 @triton.constexpr_function
 def value_lanes(head_dim: int) -> int:
-    """Codes of a unit of V: as few as leave a row at least 32 units, 8 for each warp, at head_dim 64, 96 or 128."""
-    return 4 if head_dim > 64 else 2
-
-
-def split_warps(head_dim: int) -> int:
-    """Warps of a program. A tile's words of K, 8 per warp, and the units of 4 codes in a row of V are spread over
-    the warps, 8 to each, so that no code is unpacked twice.
+    """Codes of a unit of V: as few as leave a row at least 32 units, 8 for each warp, at head_dim 64, 96 or
+    128.
     """
     return 4 if head_dim > 64 else 2
 
 
 @triton.jit
 def _lane_pairs(words, base, inner, live, ROW: tl.constexpr, PART: tl.constexpr, HEAD_BYTES: tl.constexpr):
-    """A row of pairs for the 4 tokens of each word: 4 tensors `[T]`. A row may begin in the middle of a word."""
+    """A row of pairs for the 4 tokens of each word: 4 tensors `[T]`. A row may begin within a word."""
     FIRST: tl.constexpr = PART[4] // 2 + ROW * PART[2]
     at = FIRST // 2 + 2 * inner
     LAST: tl.constexpr = HEAD_BYTES // 4 - 1
     a = tl.load(words + base // 4 + at, mask=live, other=0).to(tl.uint32, bitcast=True)
-    b = tl.load(words + base // 4 + at + 1, mask=live & (at + 1 <= LAST), other=0).to(
-        tl.uint32, bitcast=True
-    )
+    b = tl.load(words + base // 4 + at + 1, mask=live & (at + 1 <= LAST), other=0).to(tl.uint32, bitcast=True)
     if FIRST % 2 == 0:
         return _low(a), _high(a), _low(b), _high(b)
-    c = tl.load(words + base // 4 + at + 2, mask=live & (at + 2 <= LAST), other=0).to(
-        tl.uint32, bitcast=True
-    )
-    return _high(a), _low(b), _high(b), _low(c)
+    else:
+        c = tl.load(words + base // 4 + at + 2, mask=live & (at + 2 <= LAST), other=0).to(
+            tl.uint32, bitcast=True
+        )
+        return _high(a), _low(b), _high(b), _low(c)
 
 
 @triton.jit
@@ -117,8 +116,8 @@ def _high(word):
 
 @triton.jit
 def _key_words(words, base, inner, live, CLASS: tl.constexpr, rows, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Words of K `[K, T]` whose lane j is the code of token `4 * inner + j`, of every `key_classes`-th row from
-    `CLASS` on.
+    """Words of K `[K, T]` whose lane j is the code of token `4 * inner + j`, of every `key_classes`-th row
+    from `CLASS` on.
     """
     CLASSES: tl.constexpr = key_classes(PART[2])
     SHIFT: tl.constexpr = CLASS * PART[2] % 4 * 8
@@ -133,23 +132,25 @@ def _key_words(words, base, inner, live, CLASS: tl.constexpr, rows, PART: tl.con
 
 
 @triton.jit
-def unit_number(unit, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The number in a lane of units: in 4 bits the low halves of a unit's bytes come first, then the high ones."""
+def unit_number(unit, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """The number in a lane of units: in 4 bits the low halves of a unit's bytes come first, then the high
+    ones.
+    """
     if BITS == 8:
-        return number(((unit >> (8 * LANE)) & 255).to(tl.int32), 8, DTYPE)
-    HALF: tl.constexpr = LANES // 2
-    return number(((unit >> (8 * (LANE % HALF) + 4 * (LANE // HALF))) & 15).to(tl.int16), 4, DTYPE)
+        return number(((unit >> (8 * LANE)) & 255).to(tl.int32), 8, dtype)
+    else:
+        HALF: tl.constexpr = LANES // 2
+        return number(((unit >> (8 * (LANE % HALF) + 4 * (LANE // HALF))) & 15).to(tl.int16), 4, dtype)
 
 
 @triton.jit
-def unit_dim(
-    units, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
+def unit_dim(units, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The output dimensions that a lane of units belongs to."""
     if BITS == 8:
         return LANES * units + LANE
-    HALF: tl.constexpr = LANES // 2
-    return HALF * units + LANE % HALF + LANE // HALF * (HEAD_DIM // 2)
+    else:
+        HALF: tl.constexpr = LANES // 2
+        return HALF * units + LANE % HALF + LANE // HALF * (HEAD_DIM // 2)
 
 
 @triton.jit
@@ -174,17 +175,17 @@ def _attend_codes(
     HEAD_BYTES: tl.constexpr,
     T: tl.constexpr,
 ):
-    """A quantised split: tokens from block `first_block` to `end`; `q` as `_load_for_codes` gives it. Returns what is
-    said of `_attend_full`, the output as 4 `[M, C]` of the units' lanes.
+    """A quantised split: tokens from block `first_block` to `end`; `q` as `_load_for_codes` gives it. Returns
+    what is said of `_attend_full`, the output as 4 `[M, C]` of the units' lanes.
     """
     M: tl.constexpr = q[0].shape[0]
-    DTYPE: tl.constexpr = q[0].dtype
+    dtype: tl.constexpr = q[0].dtype
     CLASSES: tl.constexpr = key_classes(PART[2])
     KEY_ROWS: tl.constexpr = HEAD_DIM * PART[0] // 8
     LANES: tl.constexpr = value_lanes(HEAD_DIM)
     UNITS: tl.constexpr = HEAD_DIM // LANES
     UNIT_BITS: tl.constexpr = PART[1] * LANES
-    VALUE: tl.constexpr = tl.float32 if DTYPE == tl.float32 else tl.bfloat16
+    value_dtype: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.bfloat16
     BLOCK_WORDS: tl.constexpr = (PART[2] + 3) // 4
     CENTRE: tl.constexpr = 2 ** (PART[1] - 1)
 
@@ -195,7 +196,7 @@ def _attend_codes(
     shift = tl.zeros((M, T), tl.float32)
     out = ()
     for _ in tl.static_range(LANES):
-        out = out + (tl.zeros((M, columns.shape[0]), tl.float32),)
+        out += (tl.zeros((M, columns.shape[0]), tl.float32),)
     begin = first_block * BLOCK_WORDS
     stop = end // PART[2] * BLOCK_WORDS + (end % PART[2] + 3) // 4
     word = begin + tl.arange(0, T)
@@ -205,23 +206,21 @@ def _attend_codes(
         live = word < stop
         inner = word % BLOCK_WORDS
         base = block.to(tl.int64) * BLOCK_BYTES + head * HEAD_BYTES
-        # [M, T] for each lane
-        dots = (0.0, 0.0, 0.0, 0.0)
+        none = tl.zeros((M, T), tl.float32)
+        dots = (none, none, none, none)
         for c in tl.static_range(CLASSES):
             key = _key_words(words, base, inner, live, c, key_rows, PART, KEY_ROWS)
             for half in tl.static_range(8 // PART[0]):
-                dots = _add_products(dots, q[half * CLASSES + c], key, 4 * half, PART[0], c + half == 0)
+                dots = _add_products(dots, q[half * CLASSES + c], key, 4 * half, PART[0])
         key_scales = _lane_pairs(words, base, inner, live, 0, PART, HEAD_BYTES)
         key_zeros = _lane_pairs(words, base, inner, live, 1, PART, HEAD_BYTES)
-        value_scales = _lane_pairs(words, base, inner, live, 2, PART, HEAD_BYTES)
-        value_zeros = _lane_pairs(words, base, inner, live, 3, PART, HEAD_BYTES)
 
         scores = ()
         lives = ()
         for j in tl.static_range(4):
             slot = 4 * inner + j
             here = live & (slot < PART[2]) & (word // BLOCK_WORDS * PART[2] + slot < end)
-            zero = (key_zeros[j] - bias(PART[0], DTYPE) * key_scales[j]) * scale
+            zero = (key_zeros[j] - bias(PART[0], dtype) * key_scales[j]) * scale
             score = dots[j] * (key_scales[j] * scale)[None, :] + q_sum[:, None] * zero[None, :]
             seen = here[None, :]
             if window is not None:
@@ -229,26 +228,28 @@ def _attend_codes(
                     slot_positions + block.to(tl.int64) * position_width + slot, mask=here, other=0
                 )
                 seen = seen & (position[None, :] > row_positions[:, None] - window)
-            scores = scores + (tl.where(seen, score, float("-inf")),)
-            lives = lives + (here,)
+            scores += (tl.where(seen, score, float("-inf")),)
+            lives += (here,)
         highest = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
         top, finite, fade = advance(top, highest)
 
+        value_scales = _lane_pairs(words, base, inner, live, 2, PART, HEAD_BYTES)
+        value_zeros = _lane_pairs(words, base, inner, live, 3, PART, HEAD_BYTES)
         total *= fade[:, None]
         shift *= fade[:, None]
         scaled = ()
         for j in tl.static_range(4):
             share = tl.exp2(scores[j] - finite[:, None])  # [M, T]
             middle = tl.where(lives[j], value_zeros[j] + CENTRE * value_scales[j], 0.0)
-            rounded = (share * tl.where(lives[j], value_scales[j], 0.0)[None, :]).to(VALUE)
+            rounded = (share * tl.where(lives[j], value_scales[j], 0.0)[None, :]).to(value_dtype)
             total += share
             shift += share * middle[None, :]
-            if VALUE == tl.float32 or PART[1] == 4:
-                shift -= (CENTRE + bias(PART[1], VALUE)) * rounded.to(tl.float32)
-            scaled = scaled + (rounded,)
+            if value_dtype == tl.float32 or PART[1] == 4:
+                shift -= (CENTRE + bias(PART[1], value_dtype)) * rounded.to(tl.float32)
+            scaled += (rounded,)
         faded = ()
         for a in tl.static_range(LANES):
-            faded = faded + (out[a] * fade[:, None],)
+            faded += (out[a] * fade[:, None],)
         for j in tl.static_range(4):
             row = base * 8 // UNIT_BITS + PART[3] * 8 // UNIT_BITS + (4 * inner + j) * UNITS
             at = row[:, None] + columns[None, :]
@@ -261,38 +262,28 @@ def _attend_codes(
                 unit = tl.load(codes + at, mask=mask, other=0)
             sums = ()
             for a in tl.static_range(LANES):
-                number_a = unit_number(unit, a, LANES, PART[1], VALUE)
-                sums = sums + (tl.dot(scaled[j], number_a, faded[a], input_precision="ieee"),)
+                number_a = unit_number(unit, a, LANES, PART[1], value_dtype)
+                sums += (tl.dot(scaled[j], number_a, faded[a], input_precision="ieee"),)
             faded = sums
         out = faded
         block = tl.load(table + (word + T) // BLOCK_WORDS, mask=word + T < stop, other=0)
     moved = ()
     for a in tl.static_range(LANES):
-        moved = moved + (out[a] + tl.sum(shift, 1)[:, None],)
+        moved += (out[a] + tl.sum(shift, 1)[:, None],)
     return moved, top, tl.sum(total, 1)
 
 
 @triton.jit
-def _add_products(
-    dots, q, key, SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr
-):
+def _add_products(dots, q, key, SHIFT: tl.constexpr, BITS: tl.constexpr):
     """Add `q` `[M, K]` times each lane of words `[K, T]`, whose codes begin at bit SHIFT of a byte."""
     low0, low2 = two_numbers(key, SHIFT, BITS, q.dtype)
     low1, low3 = two_numbers(key, SHIFT + 8, BITS, q.dtype)
-    if IS_FIRST:
-        return (
-            tl.dot(q, low0, input_precision="ieee"),
-            tl.dot(q, low1, input_precision="ieee"),
-            tl.dot(q, low2, input_precision="ieee"),
-            tl.dot(q, low3, input_precision="ieee"),
-        )
-    else:
-        return (
-            tl.dot(q, low0, dots[0], input_precision="ieee"),
-            tl.dot(q, low1, dots[1], input_precision="ieee"),
-            tl.dot(q, low2, dots[2], input_precision="ieee"),
-            tl.dot(q, low3, dots[3], input_precision="ieee"),
-        )
+    return (
+        tl.dot(q, low0, dots[0], input_precision="ieee"),
+        tl.dot(q, low1, dots[1], input_precision="ieee"),
+        tl.dot(q, low2, dots[2], input_precision="ieee"),
+        tl.dot(q, low3, dots[3], input_precision="ieee"),
+    )
 
 
 @triton.jit
@@ -309,7 +300,7 @@ def _load_for_codes(from_q, here, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
             mask = here[:, None] & (rows < KEY_ROWS // CLASSES)[None, :]
             own = tl.load(from_q[:, None] + dims[None, :], mask=mask, other=0.0)
             q_sum += tl.sum(own.to(tl.float32), 1)
-            q = q + (own,)
+            q += (own,)
     return q, q_sum
 
 
@@ -350,7 +341,9 @@ def _attend_full(
         scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, T]
         seen = live[None, :]
         if window is not None:
-            position = tl.load(slot_positions + block.to(tl.int64) * position_width + slots, mask=live, other=0)
+            position = tl.load(
+                slot_positions + block.to(tl.int64) * position_width + slots, mask=live, other=0
+            )
             seen = seen & (position[None, :] > row_positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         top, finite, fade = advance(top, scores)
@@ -392,7 +385,7 @@ def _attend_part(
     WORDS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Every `turns`-th split of one format, from `turn` on; `place` `[M]` is where the vectors' first goes."""
+    """Every `turns`-th split of one format, from `turn` on; `place` `[M]`: where the vectors' first goes."""
     SPLIT_TOKENS: tl.constexpr = SPLIT * PART[2]
     dims = tl.arange(0, D)
     inside = here[:, None] & (dims < HEAD_DIM)[None, :]
@@ -429,8 +422,8 @@ def _attend_part(
                 own_q,
                 q_sum,
                 words,
-    shorts,
-    codes,
+                shorts,
+                codes,
                 table,
                 split * SPLIT,
                 end,
@@ -453,7 +446,9 @@ def _attend_part(
             for a in tl.static_range(LANES):
                 dim = unit_dim(columns, a, LANES, PART[1], HEAD_DIM)
                 tl.store(parts_out + target + dim[None, :], lanes[a] / whole[:, None], mask=mask)
-        tl.store(parts_lse + place + split, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole)), mask=here)
+        tl.store(
+            parts_lse + place + split, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole)), mask=here
+        )
 
 
 @triton.jit
@@ -491,13 +486,13 @@ def attend_splits(
     WORDS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Grid: programs that share the splits, KV heads, sequences times row tiles. `parts_out` `[N, H, splits,
+    """Grid: programs that share the splits times row tiles, KV heads, sequences. `parts_out` `[N, H, splits,
     head_dim]` and `parts_lse` `[N, H, splits]`, in base 2, are float32.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(1)
-    b = tl.program_id(2) // ROW_TILES
-    first_row = tl.program_id(2) % ROW_TILES * ROWS
+    b = tl.program_id(2)
+    first_row = tl.program_id(0) % ROW_TILES * ROWS
     start = tl.load(cu_rows + b)
     count = tl.load(cu_rows + b + 1) - start
     if count > MAX_ROWS or first_row >= count:
@@ -519,12 +514,12 @@ def attend_splits(
             own_positions,
             full,
             words,
-    shorts,
-    codes,
+            shorts,
+            codes,
             tables[i] + b.to(tl.int64) * widths[i],
             tl.load(lengths[i] + b),
-            tl.program_id(0),
-            tl.num_programs(0),
+            tl.program_id(0) // ROW_TILES,
+            tl.num_programs(0) // ROW_TILES,
             head,
             slot_positions,
             position_width,

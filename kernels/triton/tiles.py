@@ -11,8 +11,8 @@ The token's scale and zero point are applied to scores and probabilities, once p
     q . k = scale * (q . (code + bias)) + (zero - bias * scale) * sum(q)
 
 and likewise for V, where the product is taken with codes less their middle, so that rounding a probability
-costs no more than it does in full precision. Codes of V are multiplied in bfloat16 also where queries are in float16: a probability times a small scale would
-underflow it.
+costs no more than it does in full precision. Codes of V are multiplied in bfloat16 also where queries are in
+float16: a probability times a small scale would underflow it.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ def check_queries(q: Tensor, cu_rows: Tensor, num_kv_heads: int) -> int:
     return q.shape[1] // num_kv_heads
 
 
+def launch_options(num_warps: int, num_stages: int, options: dict[str, dict[str, int]]) -> dict[str, int]:
+    """What a kernel is launched with by this torch, of options as `AotCase` has them."""
+    own = options.get("hip" if torch.version.hip else "cuda", {})
+    return {"num_warps": num_warps, "num_stages": num_stages} | own
+
+
 def in_base_2(scale: float) -> float:
     """What scores are scaled by where `exp2` takes the place of `exp`."""
     return scale * math.log2(math.e)
@@ -131,7 +137,8 @@ def padded(size: int) -> int:
 
 @triton.jit
 def sequence_of(starts, index, count, ROWS_PER_TILE: tl.constexpr):
-    """The last sequence b of `count` whose first tile, `starts[b] // ROWS_PER_TILE + b`, is not after `index`.
+    """The last sequence b of `count` whose first tile, `starts[b] // ROWS_PER_TILE + b`, is not after
+    `index`.
 
     Tiles of ROWS_PER_TILE rows are numbered so that a sequence's do not overlap the next one's, without the
     host knowing any length; ROWS_PER_TILE 0 takes `starts` as they are.
@@ -150,28 +157,27 @@ def sequence_of(starts, index, count, ROWS_PER_TILE: tl.constexpr):
 
 
 @triton.jit
-def bias(BITS: tl.constexpr, DTYPE: tl.constexpr):
+def bias(BITS: tl.constexpr, dtype: tl.constexpr):
     """What `number` adds to a code."""
-    if DTYPE == tl.float32:
+    if dtype == tl.float32:
         return 0.0
     elif BITS == 4:
         return 16.0
-    elif DTYPE == tl.float16:
+    elif dtype == tl.float16:
         return 256.0
     else:
         return -128.0
 
 
 @triton.jit
-def number(code, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def number(code, BITS: tl.constexpr, dtype: tl.constexpr):
     """Codes (integers) as numbers, plus `bias`: bits of the mantissa under a fixed exponent, so exact."""
-    if DTYPE == tl.float32:
+    if dtype == tl.float32:
         return code.to(tl.float32)
-    elif DTYPE == tl.float16:
-        if BITS == 4:
-            return ((code << 6) | 0x4C00).to(tl.uint16).to(tl.float16, bitcast=True)
-        else:
-            return ((code << 2) | 0x5C00).to(tl.uint16).to(tl.float16, bitcast=True)
+    elif dtype == tl.float16 and BITS == 4:
+        return ((code << 6) | 0x4C00).to(tl.uint16).to(tl.float16, bitcast=True)
+    elif dtype == tl.float16:
+        return ((code << 2) | 0x5C00).to(tl.uint16).to(tl.float16, bitcast=True)
     elif BITS == 4:
         return ((code << 3) | 0x4180).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -181,20 +187,22 @@ def number(code, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def two_numbers(word, SHIFT: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """`number` of the codes that begin at bits SHIFT and SHIFT + 16 of words: both in one go, where they fit."""
+def two_numbers(word, SHIFT: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """`number` of the codes that begin at bits SHIFT and SHIFT + 16 of words: both in one go, if they fit."""
     MASK: tl.constexpr = 2**BITS - 1
-    if DTYPE == tl.float32 or (DTYPE == tl.bfloat16 and BITS == 8):
-        return number((word >> SHIFT) & MASK, BITS, DTYPE), number((word >> (SHIFT + 16)) & MASK, BITS, DTYPE)
-    codes = (word >> SHIFT) & (MASK << 16 | MASK)
-    if DTYPE == tl.bfloat16:
-        both = (codes << 3) | 0x41804180
-    elif BITS == 4:
-        both = (codes << 6) | 0x4C004C00
+    if dtype == tl.float32 or (dtype == tl.bfloat16 and BITS == 8):
+        lower, upper = (word >> SHIFT) & MASK, (word >> (SHIFT + 16)) & MASK
+        return number(lower, BITS, dtype), number(upper, BITS, dtype)
     else:
-        both = (codes << 2) | 0x5C005C00
-    lower, upper = (both & 0xFFFF).to(tl.uint16), ((both >> 16) & 0xFFFF).to(tl.uint16)
-    return lower.to(DTYPE, bitcast=True), upper.to(DTYPE, bitcast=True)
+        codes = (word >> SHIFT) & (MASK << 16 | MASK)
+        if dtype == tl.bfloat16:
+            both = (codes << 3) | 0x41804180
+        elif BITS == 4:
+            both = (codes << 6) | 0x4C004C00
+        else:
+            both = (codes << 2) | 0x5C005C00
+        lower, upper = (both & 0xFFFF).to(tl.uint16), ((both >> 16) & 0xFFFF).to(tl.uint16)
+        return lower.to(dtype, bitcast=True), upper.to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -207,9 +215,9 @@ def locate(table, tokens, end, head, PART: tl.constexpr, BLOCK_BYTES: tl.constex
 
 @triton.jit
 def keys(
-    full, codes, base, tokens, end, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr
+    full, codes, base, tokens, end, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr, dtype: tl.constexpr
 ):
-    """K of a tile `[D, T]` in `DTYPE`, plus its bias."""
+    """K of a tile `[D, T]` in `dtype`, plus its bias."""
     inside = (dims < HEAD_DIM)[:, None]
     slots = tokens % PART[2]
     if PART[0] == 16:
@@ -219,31 +227,33 @@ def keys(
         # loads of one element each, so a block's dead tokens are loaded with the rest.
         at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 16))
         held = tokens // 16 < (end + 15) // 16
-        return tl.load(full + at, mask=inside & held[None, :], other=0.0).to(DTYPE)
-    ROWS: tl.constexpr = HEAD_DIM * PART[0] // 8
-    at = (base + slots)[None, :] + (dims % ROWS)[:, None] * PART[2]
-    code = tl.load(codes + at, mask=inside & (tokens < end)[None, :], other=0).to(tl.int32)
-    if PART[0] == 4:
-        code = (code >> (dims // ROWS * 4)[:, None]) & 15
-    return number(code, PART[0], DTYPE)
+        return tl.load(full + at, mask=inside & held[None, :], other=0.0).to(dtype)
+    else:
+        ROWS: tl.constexpr = HEAD_DIM * PART[0] // 8
+        at = (base + slots)[None, :] + (dims % ROWS)[:, None] * PART[2]
+        code = tl.load(codes + at, mask=inside & (tokens < end)[None, :], other=0).to(tl.int32)
+        if PART[0] == 4:
+            code = (code >> (dims // ROWS * 4)[:, None]) & 15
+        return number(code, PART[0], dtype)
 
 
 @triton.jit
 def values(
-    full, codes, base, slots, live, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr
+    full, codes, base, slots, live, dims, PART: tl.constexpr, HEAD_DIM: tl.constexpr, dtype: tl.constexpr
 ):
-    """V of a tile `[T, D]` in `DTYPE`, plus its bias; 0 where no token is."""
+    """V of a tile `[T, D]` in `dtype`, plus its bias; 0 where no token is."""
     mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     if PART[1] == 16:
         ITEM: tl.constexpr = full.dtype.element_ty.primitive_bitwidth // 8
         at = (base // ITEM + PART[3] // ITEM + slots * HEAD_DIM)[:, None] + dims[None, :]  # [T, D]
-        return tl.load(full + at, mask=mask, other=0.0).to(DTYPE)
-    ROW: tl.constexpr = HEAD_DIM * PART[1] // 8
-    at = (base + PART[3] + slots * ROW)[:, None] + (dims % ROW)[None, :]
-    code = tl.load(codes + at, mask=mask, other=0).to(tl.int32)
-    if PART[1] == 4:
-        code = (code >> (dims // ROW * 4)[None, :]) & 15
-    return number(code, PART[1], DTYPE)
+        return tl.load(full + at, mask=mask, other=0.0).to(dtype)
+    else:
+        ROW: tl.constexpr = HEAD_DIM * PART[1] // 8
+        at = (base + PART[3] + slots * ROW)[:, None] + (dims % ROW)[None, :]
+        code = tl.load(codes + at, mask=mask, other=0).to(tl.int32)
+        if PART[1] == 4:
+            code = (code >> (dims // ROW * 4)[None, :]) & 15
+        return number(code, PART[1], dtype)
 
 
 @triton.jit
