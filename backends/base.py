@@ -30,6 +30,9 @@ class Backend(Protocol):
     def scheduler(self) -> SchedulerView:
         """Who waits and who runs, as of the last step; cheap, callable from the event loop at any time."""
 
+    def forget_outputs(self, flow: str) -> None:
+        """Drop what was kept of a flow's earlier outputs to draft from; no later step uses it."""
+
     async def start(self) -> None:
         """Begin to make the backend ready; returns when it is, raises if it cannot be."""
 

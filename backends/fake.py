@@ -27,6 +27,8 @@ from .types import (
     Prompt,
     PromptEcho,
     SchedulerView,
+    SpeculationStats,
+    SpeculationUsage,
     Started,
     TextPrompt,
     Timings,
@@ -51,6 +53,7 @@ class Script(Struct, frozen=True, kw_only=True):
     error_at: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    speculation: SpeculationUsage | None = None
 
 
 class FakeBackend:
@@ -68,6 +71,9 @@ class FakeBackend:
         self.script = script or Script()
         self.requests: list[GenerateRequest] = []
         self.scheduler_view = SchedulerView()
+        self.speculation = SpeculationStats()
+        self.forgotten: list[str] = []
+        """Flows whose outputs were to be forgotten."""
         self.num_running = 0
         self.num_finished = 0
         self.num_aborted = 0
@@ -90,7 +96,7 @@ class FakeBackend:
 
     @property
     def stats(self) -> BackendStats:
-        """Requests held by a gate count as running."""
+        """Requests held by a gate count as running; `speculation` is what tests set."""
         return BackendStats(
             num_running=self.num_running,
             num_blocks=100,
@@ -99,12 +105,17 @@ class FakeBackend:
             output_tokens_total=self.num_output_tokens,
             prefix_cache_queries_total=self.num_prompt_tokens,
             prefix_cache_hits_total=self.num_cached_tokens,
+            speculation=self.speculation,
         )
 
     @property
     def scheduler(self) -> SchedulerView:
         """What tests set as `scheduler_view`."""
         return self.scheduler_view
+
+    def forget_outputs(self, flow: str) -> None:
+        """Note the flow."""
+        self.forgotten.append(flow)
 
     async def start(self) -> None:
         """Ready once the start gate, if there is one, is open."""
@@ -214,7 +225,7 @@ class FakeBackend:
         ttft = (first or now) - begun
         tpot = (now - begun - ttft) / (len(pieces) - 1) if len(pieces) > 1 else None
         timings = Timings(queue_s=ttft, ttft_s=ttft, tpot_s=tpot, total_s=now - begun)
-        yield Finished(usage, timings, script.num_preemptions)
+        yield Finished(usage, timings, script.num_preemptions, script.speculation)
 
     async def _wait(self, gate: asyncio.Event | None, deadline_s: float | None, begun: float) -> None:
         if gate is None:

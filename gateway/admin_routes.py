@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import structlog
@@ -13,6 +13,7 @@ from litestar.params import FromPath
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
+from surefoot.backends.base import Backend
 from surefoot.policies.base import Decision, Observation, Policy
 from surefoot.policies.wrappers import FORCIBLE
 
@@ -23,7 +24,7 @@ from .overrides import Override, Overrides
 from .tenant_folder import FolderState, Loaded
 from .tenant_values import EffectiveValue, effective_values
 from .tenant_watch import ReloadStatus, TenantWatch
-from .tenants import LOCAL_TENANT, Tenant
+from .tenants import Tenant
 
 AnyRequest = Request[Any, Any, Any]
 Guard = Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]
@@ -77,8 +78,19 @@ class OverrideBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class TenantAdmin:
     """What the handlers say and do, apart from HTTP."""
 
-    def __init__(self, watch: TenantWatch | None, policy: Policy, overrides: Overrides) -> None:
+    def __init__(
+        self,
+        watch: TenantWatch | None,
+        policy: Policy,
+        overrides: Overrides,
+        *,
+        local: Tenant,
+        backends: Sequence[Backend],
+    ) -> None:
+        """`local` is the one tenant where there is no `watch`."""
         self._watch = watch
+        self._local = local
+        self._backends = backends
         self._policy = policy
         self._overrides = overrides
         self._log = structlog.get_logger()
@@ -86,7 +98,7 @@ class TenantAdmin:
     def list(self) -> TenantList:
         """Every tenant; the local one where there is no folder."""
         status = self._watch.status if self._watch else ReloadStatus(0, 0.0)
-        tenants = [each.tenant for each in self._state.loaded.values()] if self._watch else [LOCAL_TENANT]
+        tenants = [each.tenant for each in self._state.loaded.values()] if self._watch else [self._local]
         return TenantList(status, [self._line(each) for each in tenants])
 
     def show(self, tenant_id: str) -> TenantDetail:
@@ -126,13 +138,20 @@ class TenantAdmin:
         if self._overrides.clear(tenant.id):
             self._log.info("admin.override_cleared", tenant=tenant.id, by=by)
 
+    def forget_outputs(self, tenant_id: str, by: str) -> None:
+        """Purge what drafts are made from of a tenant's earlier answers. Raises `UnknownTenant`."""
+        tenant, _ = self._find(tenant_id)
+        for backend in self._backends:
+            backend.forget_outputs(tenant.id)
+        self._log.info("admin.suffix_purged", tenant=tenant.id, by=by)
+
     @property
     def _state(self) -> FolderState:
         return self._watch.state if self._watch else FolderState()
 
     def _find(self, tenant_id: str) -> tuple[Tenant, Loaded | None]:
-        if self._watch is None and tenant_id == LOCAL_TENANT.id:
-            return LOCAL_TENANT, None
+        if self._watch is None and tenant_id == self._local.id:
+            return self._local, None
         loaded = self._state.loaded.get(tenant_id)
         if loaded is None:
             hint = did_you_mean(tenant_id, self._state.loaded)
@@ -170,7 +189,11 @@ def tenant_routes(admin: TenantAdmin, guard: Guard) -> Router:
     def clear_override(request: AnyRequest, tenant_id: FromPath[str]) -> None:
         admin.release(tenant_id, _admin(request))
 
-    handlers = [list_tenants, show_tenant, set_override, clear_override]
+    @delete("/{tenant_id:str}/suffix", sync_to_thread=False)
+    def purge_suffix(request: AnyRequest, tenant_id: FromPath[str]) -> None:
+        admin.forget_outputs(tenant_id, _admin(request))
+
+    handlers = [list_tenants, show_tenant, set_override, clear_override, purge_suffix]
     return Router("/v1/surefoot/tenants", route_handlers=handlers, guards=[guard])
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
-from surefoot.backends.types import Chunk, PromptEcho, TokenLogprob, Usage
+from surefoot.backends.types import Chunk, PromptEcho, SpeculationUsage, TokenLogprob, Usage
 
 from . import responses as body
 from .text_offsets import token_offsets
@@ -34,6 +35,16 @@ class Label(Struct, frozen=True, kw_only=True):
     num_choices: int
     includes_usage: bool
     service_tier: str = "default"
+    includes_metrics: bool = False
+    max_draft: int = 0
+    """The longest draft of the plan."""
+
+
+class Totals(Struct, frozen=True):
+    """What a whole answer took, over all its prompts and choices."""
+
+    usage: Usage
+    drafts: SpeculationUsage = SpeculationUsage()
 
 
 class Answer(Protocol[P]):
@@ -48,21 +59,60 @@ class Answer(Protocol[P]):
     def empty(self) -> ChunkBody:
         """A chunk without a piece: what all chunks have in common."""
 
-    def closing(self, usage: Usage) -> Iterator[ChunkBody]:
-        """The chunk of token counts, if it is wanted."""
+    def closing(self, totals: Totals) -> Iterator[ChunkBody]:
+        """The chunk of token counts and metrics, if either is wanted."""
 
-    def fold(self, pieces: Sequence[P], usage: Usage) -> WholeBody:
+    def fold(self, pieces: Sequence[P], totals: Totals) -> WholeBody:
         """The whole answer; `pieces` are all that were made."""
 
 
-def usage_body(usage: Usage) -> body.UsageBody:
+def usage_body(totals: Totals) -> body.UsageBody:
     """Token counts in OpenAI's words."""
+    usage, drafts = totals.usage, totals.drafts
     return body.UsageBody(
         prompt_tokens=usage.num_prompt_tokens,
         completion_tokens=usage.num_output_tokens,
         total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
         prompt_tokens_details=body.PromptTokensDetails(usage.num_cached_tokens),
+        completion_tokens_details=body.CompletionTokensDetails(
+            drafts.num_accepted_predicted_tokens,
+            drafts.num_predicted_tokens - drafts.num_accepted_predicted_tokens,
+        ),
     )
+
+
+def _usage(totals: Totals | None, label: Label) -> body.UsageBody | UnsetType | None:
+    """Null before the end; absent where the client does not want it."""
+    if not label.includes_usage:
+        return UNSET
+    return None if totals is None else usage_body(totals)
+
+
+def _metrics(totals: Totals | None, label: Label, num_sequences: int) -> body.MetricsBody | UnsetType:
+    """How drafts fared, at the end, where the client asked for it."""
+    if totals is None or not label.includes_metrics:
+        return UNSET
+    if not label.max_draft or num_sequences != 1:
+        return body.MetricsBody(None)
+    drafts = totals.drafts
+    return body.MetricsBody(
+        body.SpeculationBody(
+            mean_acceptance_length=1.0 + drafts.num_accepted_tokens / max(drafts.num_drafts, 1),
+            draft_acceptance_rate=drafts.num_accepted_tokens / max(drafts.num_draft_tokens, 1),
+            acceptance_histogram=_histogram(drafts, label.max_draft),
+            num_spec_steps=drafts.num_drafts,
+            num_accepted_draft_tokens=drafts.num_accepted_tokens,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_spec_tokens=label.max_draft,
+        )
+    )
+
+
+def _histogram(drafts: SpeculationUsage, max_draft: int) -> list[int]:
+    """Drafts of which exactly 0, 1, ... `max_draft` tokens were accepted."""
+    at_least = [drafts.num_drafts, *drafts.accepted_at][: max_draft + 1]
+    at_least += [0] * (max_draft + 2 - len(at_least))
+    return [more - less for more, less in pairwise(at_least)]
 
 
 def finite(logprob: float) -> float:
@@ -104,12 +154,12 @@ class ChatAnswer:
         """A chunk without choices."""
         return self._chunk()
 
-    def closing(self, usage: Usage) -> Iterator[body.ChatChunk]:
+    def closing(self, totals: Totals) -> Iterator[body.ChatChunk]:
         """A chunk without choices."""
-        if self._label.includes_usage:
-            yield self._chunk(usage_body(usage))
+        if self._label.includes_usage or self._label.includes_metrics:
+            yield self._chunk(totals)
 
-    def fold(self, pieces: Sequence[body.ChatChunkChoice], usage: Usage) -> body.ChatCompletion:
+    def fold(self, pieces: Sequence[body.ChatChunkChoice], totals: Totals) -> body.ChatCompletion:
         """`chat.completion`."""
         of = _by_index(pieces)
         choices = [_fold_chat_choice(i, of[i]) for i in range(self._label.num_choices)]
@@ -120,11 +170,12 @@ class ChatAnswer:
             model=self._label.model,
             system_fingerprint=self._fingerprint,
             service_tier=self._label.service_tier,
-            usage=usage_body(usage),
+            usage=usage_body(totals),
+            metrics=_metrics(totals, self._label, self._label.num_choices),
             choices=choices,
         )
 
-    def _chunk(self, usage: body.UsageBody | None = None) -> body.ChatChunk:
+    def _chunk(self, totals: Totals | None = None) -> body.ChatChunk:
         return body.ChatChunk(
             id=self._label.id,
             object="chat.completion.chunk",
@@ -132,7 +183,8 @@ class ChatAnswer:
             model=self._label.model,
             system_fingerprint=self._fingerprint,
             service_tier=self._label.service_tier,
-            usage=usage if self._label.includes_usage else UNSET,
+            usage=_usage(totals, self._label),
+            metrics=_metrics(totals, self._label, self._label.num_choices),
             choices=[],
         )
 
@@ -169,19 +221,19 @@ class TextAnswer:
         """A chunk without choices."""
         return self._completion([])
 
-    def closing(self, usage: Usage) -> Iterator[body.TextCompletion]:
+    def closing(self, totals: Totals) -> Iterator[body.TextCompletion]:
         """A chunk without choices."""
-        if self._label.includes_usage:
-            yield self._completion([], usage_body(usage))
+        if self._label.includes_usage or self._label.includes_metrics:
+            yield self._completion([], totals)
 
-    def fold(self, pieces: Sequence[body.TextChoice], usage: Usage) -> body.TextCompletion:
+    def fold(self, pieces: Sequence[body.TextChoice], totals: Totals) -> body.TextCompletion:
         """`text_completion`, whole."""
         of = _by_index(pieces)
         choices = [_fold_text_choice(i, of[i]) for i in range(len(self._num_chars))]
-        return self._completion(choices, usage_body(usage))
+        return self._completion(choices, totals)
 
     def _completion(
-        self, choices: list[body.TextChoice], usage: body.UsageBody | None = None
+        self, choices: list[body.TextChoice], totals: Totals | None = None
     ) -> body.TextCompletion:
         return body.TextCompletion(
             id=self._label.id,
@@ -190,7 +242,8 @@ class TextAnswer:
             model=self._label.model,
             system_fingerprint=self._fingerprint,
             service_tier=self._label.service_tier,
-            usage=usage if self._label.includes_usage else UNSET,
+            usage=_usage(totals, self._label),
+            metrics=_metrics(totals, self._label, len(self._num_chars)),
             choices=choices,
         )
 

@@ -81,7 +81,10 @@ def create_app(
     app = Litestar(
         route_handlers=[
             v1_routes(service, router, tenants, quotas),
-            tenant_routes(TenantAdmin(watch, policy, overrides), admin_key.guard),
+            tenant_routes(
+                TenantAdmin(watch, policy, overrides, local=tenants.local, backends=backends),
+                admin_key.guard,
+            ),
             operator_routes(Access(tenants, admin_key), backends, in_flight, usage),
             open_routes(lifecycle, metrics),
         ],

@@ -67,7 +67,7 @@ class Delivery(Struct, frozen=True, kw_only=True):
                 async for arrival in self.generation.events():
                     for piece in self._pieces(arrival):
                         await sender.send(chunks.event(piece))
-                for chunk in self.answer.closing(self.record.usage):
+                for chunk in self.answer.closing(self.record.totals):
                     await sender.send(sse.data_event(chunk))
             except Exception as error:
                 return sse.data_event(self._explain(error))
@@ -77,7 +77,7 @@ class Delivery(Struct, frozen=True, kw_only=True):
         made = await self._opening()
         async for arrival in self.generation.events():
             made += self._pieces(arrival)
-        return msgspec.json.encode(self.answer.fold(made, self.record.usage))
+        return msgspec.json.encode(self.answer.fold(made, self.record.totals))
 
     async def _opening(self) -> list[Any]:
         started = await self.generation.started()

@@ -19,7 +19,6 @@ INERT = frozenset(
     {
         "metadata",  # labels for the caller's own records
         "parallel_tool_calls",  # no tools, so none at once
-        "prediction",  # a hint for speed; the answer is the same
         "prompt_cache_options",  # hints for caching; the answer is the same
         "prompt_cache_retention",
         "safety_identifier",  # who the caller's user is

@@ -48,10 +48,11 @@ def _read(message: Message, place: str) -> dict[str, Any]:
     for name in ("name", "audio", "refusal", "function_call", "tool_calls", "tool_call_id"):
         if getattr(message, name) not in (None, []):
             raise Unsupported(f"'{place}.{name}' is not supported by this server.", f"{place}.{name}")
-    return {"role": ROLES[message.role], "content": _read_content(message.content, f"{place}.content")}
+    return {"role": ROLES[message.role], "content": read_content(message.content, f"{place}.content")}
 
 
-def _read_content(content: str | list[dict[str, Any]] | None, place: str) -> str:
+def read_content(content: str | list[dict[str, Any]] | None, place: str) -> str:
+    """A text, or the text of its parts. Raises an `InvalidRequest` that names the place."""
     if isinstance(content, str):
         return content
     if content is None:

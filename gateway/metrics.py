@@ -28,6 +28,7 @@ from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEch
 from .buckets import LAG_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
 from .promise_metrics import PromiseMetrics
 from .record import RequestRecord
+from .speculation_metrics import SpeculationCollector
 
 # Litestar adds the charset itself.
 CONTENT_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
@@ -79,6 +80,7 @@ class Metrics:
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(BackendCollector(backends))
+        registry.register(SpeculationCollector(backends))
         registry.register(LoopCollector())
 
         def seconds(

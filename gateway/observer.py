@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from surefoot.backends.base import Backend
 from surefoot.backends.types import ChatPrompt, Prompt, TextPrompt
 from surefoot.policies.base import Observation
 
 from .overrides import Overrides
+from .schemas import ChatRequest, CompletionRequest
 from .tenants import Tenant
 
 CHARACTERS_PER_TOKEN = 4
@@ -24,22 +25,29 @@ class Observer:
         self._now = now
 
     def observe(
-        self, tenant: Tenant, service_class: str, model: str, prompts: Sequence[Prompt], backend: Backend
+        self,
+        tenant: Tenant,
+        service_class: str,
+        asked: ChatRequest | CompletionRequest,
+        backend: Backend,
     ) -> Observation:
         """Of several prompts the longest counts. No text of them is in an observation."""
-        stats = backend.stats
+        prompts, stats = asked.prompts(), backend.stats
+        kind = "chat" if isinstance(prompts[0], ChatPrompt) else "text"
         override = self._overrides.get(tenant.id)
         return Observation(
             tenant_id=tenant.id,
-            model=model,
+            model=asked.model,
             policy=tenant.policy,
             service_class=service_class,
-            kind="chat" if isinstance(prompts[0], ChatPrompt) else "text",
+            kind=kind,
             num_prompt_tokens=max(map(estimate_tokens, prompts)),
             cache_pressure=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
             load=stats.num_running + stats.num_waiting,
+            acceptance=stats.speculation.acceptance.get(tenant.id, {}).get(kind),
             hour=self._now() % 86400 / 3600,
             override=override.plan if override else None,
+            max_draft=asked.max_draft,
             bounds=tenant.bounds,
         )
 

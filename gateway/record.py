@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 from typing import Any
 
 from msgspec import Struct, field
 
-from surefoot.backends.types import Chunk, Event, Finished, Started, Timings, Usage
+from surefoot.backends.types import Chunk, Event, Finished, SpeculationUsage, Started, Timings, Usage
 from surefoot.policies.base import Decision, Observation
 
+from .answers import Totals
 from .rate_limits import Quota
 from .sla import Promise, SlaClass
 
@@ -46,6 +48,7 @@ class RequestRecord(Struct, kw_only=True):
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    drafts: SpeculationUsage = SpeculationUsage()
     finish_reasons: list[str] = field(default_factory=list)
     timings: list[Timings] = field(default_factory=list)
 
@@ -92,13 +95,14 @@ class RequestRecord(Struct, kw_only=True):
         self.plan, self.plan_reason = decision.plan.name, decision.reason
 
     @property
-    def usage(self) -> Usage:
-        """Token counts over all prompts and choices."""
-        return Usage(
+    def totals(self) -> Totals:
+        """Counts over all prompts and choices."""
+        usage = Usage(
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens,
         )
+        return Totals(usage, self.drafts)
 
     def observe(self, event: Event) -> None:
         """Count what a backend's event says."""
@@ -114,7 +118,21 @@ class RequestRecord(Struct, kw_only=True):
         elif isinstance(event, Finished):
             self.num_cached_tokens += event.usage.num_cached_tokens
             self.num_preemptions += event.num_preemptions
+            if event.speculation is not None:
+                self.drafts = _added(self.drafts, event.speculation)
             self.timings.append(event.timings)
+
+    def _draft_fields(self) -> dict[str, Any]:
+        """Nothing where nothing was drafted."""
+        drafts = self.drafts
+        if not drafts.num_drafts:
+            return {}
+        return {
+            "drafts": drafts.num_drafts,
+            "draft_tokens": drafts.num_draft_tokens,
+            "accepted_tokens": drafts.num_accepted_tokens,
+            "mean_acceptance_length": _round(1.0 + drafts.num_accepted_tokens / drafts.num_drafts),
+        }
 
     def log_fields(self) -> dict[str, Any]:
         """The keys of `request.finished`; for several prompts the longest wait, first token and mean pace.
@@ -144,6 +162,7 @@ class RequestRecord(Struct, kw_only=True):
                 "output_tokens": self.num_output_tokens,
                 "cached_tokens": self.num_cached_tokens,
                 "preemptions": self.num_preemptions,
+                **self._draft_fields(),
                 "within_target": self.within_target,
                 "finish_reason": ",".join(sorted(set(self.end_reasons))) or None,
                 "queue_s": _round(max((each.queue_s for each in self.timings), default=None)),
@@ -151,6 +170,18 @@ class RequestRecord(Struct, kw_only=True):
                 "tpot_s": _round(_mean([each.tpot_s for each in self.timings if each.tpot_s is not None])),
             }
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _added(a: SpeculationUsage, b: SpeculationUsage) -> SpeculationUsage:
+    """Of all drafts of both."""
+    return SpeculationUsage(
+        num_drafts=a.num_drafts + b.num_drafts,
+        num_draft_tokens=a.num_draft_tokens + b.num_draft_tokens,
+        num_accepted_tokens=a.num_accepted_tokens + b.num_accepted_tokens,
+        num_predicted_tokens=a.num_predicted_tokens + b.num_predicted_tokens,
+        num_accepted_predicted_tokens=a.num_accepted_predicted_tokens + b.num_accepted_predicted_tokens,
+        accepted_at=tuple(x + y for x, y in zip_longest(a.accepted_at, b.accepted_at, fillvalue=0)),
+    )
 
 
 def _kept(timings: Timings, sla: SlaClass) -> bool:

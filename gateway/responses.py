@@ -11,6 +11,13 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    """What became of the tokens that were tried because the request predicted them."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageBody(Struct, frozen=True, kw_only=True):
     """Token counts."""
 
@@ -18,12 +25,37 @@ class UsageBody(Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class SpeculationBody(Struct, frozen=True, kw_only=True):
+    """How one sequence's drafts fared, as vLLM says it (its docs, "Per-Request Acceptance Metrics").
+
+    `acceptance_histogram[j]` counts the verification steps that accepted exactly j draft tokens, for j up to
+    `num_spec_tokens`, the longest draft that the plan allows. A mean acceptance length counts the token that
+    a step gives anyway.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class MetricsBody(Struct, frozen=True):
+    """What a request can learn of itself; null for a plan without drafts, and for several sequences."""
+
+    speculative_decoding: SpeculationBody | None
 
 
 class Head(Struct, frozen=True, kw_only=True):
     """What every chunk of an answer and the whole of it carry.
 
-    `usage` is null in all chunks but the last when the client asked for it, else absent.
+    `usage` is null in all chunks but the last when the client asked for it, else absent. `metrics` is absent
+    but in the last one, and there too unless the client asked for it.
     """
 
     id: str
@@ -33,6 +65,7 @@ class Head(Struct, frozen=True, kw_only=True):
     system_fingerprint: str | None = None
     service_tier: str
     usage: UsageBody | UnsetType | None = UNSET
+    metrics: MetricsBody | UnsetType = UNSET
 
 
 class TopLogprobBody(Struct, frozen=True):

@@ -15,6 +15,7 @@ from surefoot.backends.types import ChatPrompt, Prompt, SamplingParams, TextProm
 
 from .errors import InvalidValue, MissingField, Unsupported, shortened
 from .fields import refuse_unsupported
+from .hints import Prediction, SpeculationWish
 from .limits import (
     BIAS,
     MAX_BIASES,
@@ -59,6 +60,7 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
+    prediction: Prediction | None = None
     # vLLM's.
     top_k: int | None = None
     min_p: float | None = None
@@ -66,6 +68,9 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    # Our own.
+    speculation: SpeculationWish | None = None
+    return_metrics: bool | None = None
 
     @property
     def streams(self) -> bool:
@@ -87,6 +92,16 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
         """Choices for each prompt."""
         return 1 if self.n is None else self.n
 
+    @property
+    def predicted(self) -> str | None:
+        """Text that much of the answer may repeat; None for none."""
+        return None if self.prediction is None else self.prediction.read()
+
+    @property
+    def max_draft(self) -> int | None:
+        """The longest draft that is wanted; None for as long as the plan says."""
+        return None if self.speculation is None else self.speculation.ceiling
+
     def check(self) -> None:
         """Raise an `InvalidRequest` for the first thing that cannot be served."""
         values = asdict(self)
@@ -97,6 +112,8 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
                 check_range(name, values[name], allowed)
         if self.max_tokens is not None:
             check_range("max_tokens", self.max_tokens, self.max_tokens_range)
+        if self.speculation is not None:
+            self.speculation.check()
         self._check_lists()
         self._check_stream()
 
@@ -157,7 +174,6 @@ class ChatRequest(SamplingFields):
     modalities: Any = None
     moderation: Any = None
     parallel_tool_calls: bool | None = None
-    prediction: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     reasoning_effort: Any = None

@@ -77,12 +77,13 @@ class Service:
         record.promise = promise = self._settings.classes.promise(asked.service_tier, tenant.classes)
         backend = self._router.backend(asked.model, tenant)
         record.model, record.stream = asked.model, asked.streams
-        seen = self._observer.observe(tenant, promise.name, asked.model, asked.prompts(), backend)
+        tenant.check_speculation(asked.speculation is not None)
+        seen = self._observer.observe(tenant, promise.name, asked, backend)
         decision = self._policy.decide(seen)
         record.note_plan(seen, decision)
-        label = _label(asked, endpoint, promise)
+        label = _label(asked, endpoint, promise, decision.plan)
         deadline_s = _deadline_s(request, record)
-        requests = self._requests(asked, tenant, promise, decision.plan, label.id, deadline_s)
+        requests = self._requests(asked, tenant, promise, decision.plan, seen.kind, label.id, deadline_s)
         record.completion_id = label.id
         return Delivery(
             generation=Generation(backend, requests),
@@ -100,11 +101,13 @@ class Service:
         tenant: Tenant,
         promise: Promise,
         plan: ServingPlan,
+        kind: str,
         completion_id: str,
         deadline_s: float | None,
     ) -> list[GenerateRequest]:
         tenant.check_n(asked.num_choices)
         params = asked.params(tenant.limits.max_tokens)
+        predicted = asked.predicted
         salt = self._salts.salt(tenant.id, asked.prompt_cache_key)
         return [
             GenerateRequest(
@@ -120,14 +123,18 @@ class Service:
                 deadline_s=deadline_s,
                 flow=tenant.id,
                 weight=tenant.weight,
+                kind=kind,
                 salt=salt,
+                prediction=predicted,
                 echo=isinstance(asked, CompletionRequest) and bool(asked.echo),
             )
             for i, prompt in enumerate(asked.prompts())
         ]
 
 
-def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint, promise: Promise) -> Label:
+def _label(
+    asked: ChatRequest | CompletionRequest, endpoint: Endpoint, promise: Promise, plan: ServingPlan
+) -> Label:
     return Label(
         id=endpoint.id_prefix + uuid.uuid4().hex,
         created=int(time.time()),
@@ -136,6 +143,8 @@ def _label(asked: ChatRequest | CompletionRequest, endpoint: Endpoint, promise: 
         # A whole answer is folded from the chunks of a stream, and always says what it used.
         includes_usage=asked.includes_usage or not asked.streams,
         service_tier=promise.tier,
+        includes_metrics=bool(asked.return_metrics),
+        max_draft=plan.speculation.max_draft,
     )
 
 

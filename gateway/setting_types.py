@@ -122,6 +122,16 @@ def share(raw: object) -> float:
     return float(value)
 
 
+def rates(raw: object) -> tuple[float, ...]:
+    """Numbers from 0 to 1, at least one, with commas between them in a text."""
+    values = raw.split(",") if isinstance(raw, str) else raw
+    if isinstance(values, (list, tuple)) and values:
+        numbers = [_number(each, float) for each in values]
+        if all(each is not None and 0 <= each <= 1 for each in numbers):
+            return tuple(float(each) for each in numbers if each is not None)
+    raise ValueError("numbers from 0 to 1 with commas between them, such as 0.8,0.6")
+
+
 def byte_size(raw: object) -> ByteSize:
     """A positive number of bytes: `1048576`, `512MiB`, `1.5GiB`, `2GB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", str(int(raw) if isinstance(raw, ByteSize) else raw))

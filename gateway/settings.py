@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from msgspec import NODEFAULT, Struct, field
 from msgspec.structs import fields
 
+from surefoot.policies.bounds import MAX_DRAFT
+
 from .setting_types import (
     ByteSize,
     Setting,
@@ -25,6 +27,7 @@ from .setting_types import (
     none_or,
     one_of,
     path,
+    rates,
     seconds,
     share,
     text,
@@ -98,6 +101,22 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     draft_cache_memory: Annotated[
         ByteSize | None,
         Setting(auto_or(byte_size), "Memory of the draft model's KV cache (auto: for as many tokens)"),
+    ] = None
+    max_draft: Annotated[
+        int, Setting(whole(0, MAX_DRAFT), "Longest draft of any plan, in tokens; 0 for no speculation")
+    ] = 16
+    local_max_draft: Annotated[
+        int,
+        Setting(
+            whole(0, MAX_DRAFT), "Without tenants: longest draft, from the request's own text (0 for none)"
+        ),
+    ] = 0
+    synthetic_acceptance: Annotated[
+        tuple[float, ...] | None,
+        Setting(
+            auto_or(rates),
+            "For benchmarks: accept drafts at these rates by position, e.g. 0.8,0.6; answers are nonsense",
+        ),
     ] = None
     max_sequences: Annotated[int, Setting(whole(1), "Sequences that run at once")] = 64
     max_batched_tokens: Annotated[
@@ -291,6 +310,8 @@ def value_text(value: object) -> str:
     """A value as one would write it in a flag."""
     if value is None:
         return "auto"
+    if isinstance(value, tuple):
+        return ",".join(f"{each:g}" for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -33,17 +33,19 @@ from .settings import ServeSettings, SettingsError, check_exposure
 from .sla import Classes, load_classes
 from .tenant_folder import TenantFolder
 from .tenant_watch import TenantWatch
-from .tenants import Tenants
+from .tenants import Tenants, local_tenant
 from .usage_store import UsageStore
 
 SHARED_WITH_ENGINE = (
     "cache_dir",
     "headroom",
     "max_batched_tokens",
+    "max_draft",
     "max_model_len",
     "max_sequences",
     "max_waiting",
     "max_waiting_s",
+    "synthetic_acceptance",
     "threads",
     "watchdog_s",
 )
@@ -134,7 +136,7 @@ def load_tenants(
 ) -> tuple[Tenants, TenantWatch | None]:
     """The tenants of the settings' folder, and what keeps them up to date. Raises `TenantFileError`."""
     if settings.tenants is None:
-        return Tenants(), None
+        return Tenants(local=local_tenant(settings.local_max_draft)), None
     folder = TenantFolder(settings.tenants, policies, classes)
     tenants = Tenants(folder.load().tenants, keys_required=True)
     return tenants, TenantWatch(folder, tenants, settings.tenants_reload_s)

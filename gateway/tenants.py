@@ -27,10 +27,11 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from surefoot.policies.bounds import CacheBounds, PlanBounds, ScheduleBounds, SpeculationBounds
 
-from .errors import InvalidKey, InvalidValue
+from .errors import InvalidKey, InvalidValue, Unsupported
 
 KEY_PREFIX = "sf-"
 Limit = Annotated[int, Meta(ge=1)]
@@ -109,9 +110,26 @@ class Tenant(TenantValues, frozen=True, kw_only=True, forbid_unknown_fields=True
         if limit is not None and n > limit:
             raise InvalidValue(f"'n' is {n}, more than your limit of {limit}.", "n")
 
+    def check_speculation(self, is_asked: bool) -> None:
+        """Raise `Unsupported` if a request has a wish for its drafts, and may not have one."""
+        if is_asked and not self.speculation.per_request:
+            raise Unsupported(
+                "'speculation' is not for your requests to choose: your tenant's file does not have"
+                " 'speculation.per_request = true'.",
+                "speculation",
+            )
+
 
 LOCAL_TENANT = Tenant(id="local", key_hashes=())
 """Everybody, where there are no tenant files."""
+
+
+def local_tenant(max_draft: int) -> Tenant:
+    """`LOCAL_TENANT`, with drafts of up to so many tokens from the request itself: 0 for none."""
+    if not max_draft:
+        return LOCAL_TENANT
+    drafts = SpeculationBounds(max_draft=max_draft, proposers=("prediction", "ngram"), per_request=True)
+    return replace(LOCAL_TENANT, policy="fixed", speculation=drafts)
 
 
 class Grant(Struct, frozen=True):
@@ -122,7 +140,7 @@ class Grant(Struct, frozen=True):
 
 
 class Tenants:
-    """All tenants, by their keys. Without any, everybody is `LOCAL_TENANT`.
+    """All tenants, by their keys. Without any, everybody is `local`.
 
     `replace` puts others in their place at any moment, from any thread: a request sees the ones or the
     others. `keys_required` is decided once, so that no replacement can open the server to everybody.
@@ -133,11 +151,13 @@ class Tenants:
         tenants: Sequence[Tenant] = (),
         *,
         keys_required: bool | None = None,
+        local: Tenant = LOCAL_TENANT,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._by_hash = _grants(tenants)
         self.keys_required = bool(tenants) if keys_required is None else keys_required
         """Whether requests must carry a key."""
+        self.local = local
         self._now = now
 
     def replace(self, tenants: Sequence[Tenant]) -> None:
@@ -147,7 +167,7 @@ class Tenants:
     def authenticate(self, authorization: str | None) -> Tenant:
         """The tenant of an `Authorization` header. Raises `InvalidKey`."""
         if not self.keys_required:
-            return LOCAL_TENANT
+            return self.local
         grant = self._by_hash.get(hash_key(bearer_key(authorization)))
         if grant is None:
             raise InvalidKey("Incorrect API key.")

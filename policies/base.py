@@ -35,13 +35,17 @@ class Observation(Struct, frozen=True, kw_only=True):
     load: int = 0
     """Requests that run or wait in the backend."""
     acceptance: float | None = None
-    """Share of drafted tokens that were accepted lately, of this tenant and kind."""
+    """Share of drafted tokens that were accepted lately, of those whose predecessors were, of this tenant and
+    kind.
+    """
     quality_loss: float | None = None
     """Nats per token that the tenant's plans of this kind lost lately against the baseline."""
     hour: float = 0.0
     """Hours since midnight, UTC; passed in, because a policy has no clock."""
     override: str | None = None
     """What an operator forces for now: a name of `wrappers.FORCIBLE`."""
+    max_draft: int | None = None
+    """The longest draft that the request itself wants."""
     verdicts: tuple[GuardVerdict, ...] = ()
     bounds: PlanBounds = PlanBounds()
 

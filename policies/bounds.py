@@ -15,17 +15,23 @@ Format = Literal["k16v16", "k8v8", "k8v4", "k4v4"]
 FORMATS: tuple[Format, ...] = ("k16v16", "k8v8", "k8v4", "k4v4")
 """Cache formats, the most precise first."""
 Proposer = Literal["ngram", "suffix", "prediction", "draft"]
+MAX_DRAFT = 64
+"""No file and no request has a longer one."""
 Tokens = Annotated[int, Meta(ge=0)]
 Hour = Annotated[float, Meta(ge=0, le=24)]
 
 
 class SpeculationBounds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The most that may be drafted, by whom, and the least gain (0.02 is 2 %) for which it is done."""
+    """The most that may be drafted, by whom, and the least gain (0.02 is 2 %) for which it is done.
+
+    With `per_request` a request may ask for less, by its field `speculation`.
+    """
 
     enabled: bool = True
-    max_draft: Annotated[int, Meta(ge=0, le=64)] = 0
+    max_draft: Annotated[int, Meta(ge=0, le=MAX_DRAFT)] = 0
     min_gain: Annotated[float, Meta(ge=0, le=1)] = 0.0
     proposers: tuple[Proposer, ...] = ("ngram",)
+    per_request: bool = False
 
     @property
     def ceiling(self) -> int:

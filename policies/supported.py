@@ -17,9 +17,11 @@ class Supported(Struct, frozen=True, kw_only=True):
     cache_keys: tuple[str, ...]
 
 
-SUPPORTED = Supported(proposers=(), formats=("k16v16",), cache_keys=())
+PROPOSERS = ("ngram", "suffix", "prediction", "draft")
+"""`draft` makes drafts where a draft model is loaded, and is not asked elsewhere."""
+SUPPORTED = Supported(proposers=PROPOSERS, formats=("k16v16",), cache_keys=())
 EVERYTHING = Supported(
-    proposers=("ngram", "suffix", "prediction", "draft"),
+    proposers=PROPOSERS,
     formats=("k16v16", "k8v8", "k8v4", "k4v4"),
     cache_keys=("demote", "max_context", "protect.sinks", "protect.recent", "protect.important"),
 )

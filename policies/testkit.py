@@ -78,6 +78,7 @@ def sample_observations() -> Iterator[Observation]:
         "quality_loss": (-0.01, 0.0, 0.03, 5.0),
         "hour": (0.0, 23.99),
         "override": ("baseline", "fixed"),
+        "max_draft": (0, 2),
         "verdicts": ((GuardVerdict("speculation", "too slow"),),),
     }
     changes += [{name: value} for name, options in values.items() for value in options]

@@ -64,7 +64,7 @@ class OrBaseline:
 
 
 class Clamp:
-    """The wrapped policy's plan, cut to the tenant's bounds and to what this version serves.
+    """The wrapped policy's plan, cut to the tenant's bounds, the request's wish and what is served.
 
     The plan is named anew after what it does, so that a name in a header or a fingerprint can be relied on.
     """
@@ -78,12 +78,15 @@ class Clamp:
         decision = self._policy.decide(observation)
         wanted = named_plan(decision.plan.cache, decision.plan.speculation)
         allowed = within_bounds(wanted, observation.bounds)
-        served = within_supported(allowed, self._supported)
+        wished = within_wish(allowed, observation.max_draft)
+        served = within_supported(wished, self._supported)
         cuts = []
         if allowed != wanted:
             cuts.append(Step("bounds", f"{wanted.name} is more than the tenant's file allows"))
-        if served != allowed:
-            cuts.append(Step("supported", f"{allowed.name} is not served yet by this version"))
+        if wished != allowed:
+            cuts.append(Step("request", f"the request wants drafts of {observation.max_draft} at most"))
+        if served != wished:
+            cuts.append(Step("supported", f"{wished.name} is not served yet by this version"))
         if not cuts:
             return Decision(served, decision.reason, decision.steps)
         reason = "; but ".join([decision.reason, *(cut.says for cut in cuts)])
@@ -100,6 +103,14 @@ def within_bounds(plan: ServingPlan, bounds: PlanBounds) -> ServingPlan:
         min_gain=max(plan.speculation.min_gain, limits.min_gain),
     )
     return named_plan(replace(plan.cache, format=cache_format), speculation)
+
+
+def within_wish(plan: ServingPlan, max_draft: int | None) -> ServingPlan:
+    """As much of a plan as the request wants; None for all of it."""
+    if max_draft is None:
+        return plan
+    shorter = min(plan.speculation.max_draft, max_draft)
+    return named_plan(plan.cache, replace(plan.speculation, max_draft=shorter))
 
 
 def within_supported(plan: ServingPlan, supported: Supported) -> ServingPlan:

@@ -75,6 +75,16 @@ def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> No
         )
 
 
+def check_prediction(text: str, max_model_len: int, max_token_chars: int) -> None:
+    """Refuse a prediction that is longer than any context: it is tokenised like a prompt."""
+    if len(text) > max_model_len * max_token_chars:
+        raise ContextTooLong(
+            f"the context holds at most {max_model_len} tokens, which the prediction's {len(text)} characters"
+            " exceed by far: shorten the prediction",
+            "prediction",
+        )
+
+
 def _param_of(prompt: Prompt) -> str:
     """The request's field that a prompt came in."""
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"

@@ -32,13 +32,14 @@ from surefoot.backends.types import (
     ModelCard,
     Prompt,
     SchedulerView,
+    SpeculationStats,
     Started,
     TextPrompt,
     TokenPrompt,
 )
 from surefoot.kernels.base import Ops
 
-from .admission import admit, check_length
+from .admission import admit, check_length, check_prediction
 from .door import Door
 from .engine import Engine, EngineCounters, Output
 from .machine_file import MachineCost, save_machine
@@ -47,6 +48,7 @@ from .prepare import LoadedModel
 from .scheduler_load import UnitCost, load_of, view_of
 from .sequence import Request
 from .settings import EngineSettings
+from .speculation.speculator import Speculator
 from .watchdog import Watchdog
 
 log = structlog.get_logger()
@@ -82,11 +84,22 @@ class _Abort(Struct, frozen=True):
     key: int
 
 
+class _Forget(Struct, frozen=True):
+    flow: str
+
+
 class _Stop(Struct, frozen=True):
     pass
 
 
-_Message = _Add | _Abort | _Stop
+_Message = _Add | _Abort | _Forget | _Stop
+
+
+class _Tokens(Struct, frozen=True):
+    """A request's texts as tokens."""
+
+    prompt: tuple[int, ...]
+    prediction: tuple[int, ...]
 
 
 class EngineBackend:
@@ -117,6 +130,8 @@ class EngineBackend:
         self._status = BackendStatus(BackendState.STARTING, "the model is being loaded")
         self._created = int(time.time())
         self._counters = EngineCounters()
+        self._speculator = Speculator(settings.speculation)
+        self._speculation = SpeculationStats()
         self._num_restarts = 0
         self._stats = BackendStats()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
@@ -146,13 +161,19 @@ class EngineBackend:
 
     @property
     def stats(self) -> BackendStats:
-        """As of the engine's last step."""
-        return replace(self._stats, refusals_total=dict(self._door.num_refused))
+        """As of the engine's last step; what is more to count is as old as `scheduler`."""
+        return replace(
+            self._stats, refusals_total=dict(self._door.num_refused), speculation=self._speculation
+        )
 
     @property
     def scheduler(self) -> SchedulerView:
         """As of a step of the last quarter of a second, or the last one before the engine came to rest."""
         return self._view
+
+    def forget_outputs(self, flow: str) -> None:
+        """See `Backend.forget_outputs`; answers that run now are still learnt when they end."""
+        self._inbox.put(_Forget(flow))
 
     async def start(self) -> None:
         """Load, warm up, start the thread."""
@@ -164,6 +185,8 @@ class EngineBackend:
             self._status = BackendStatus(BackendState.FAILED, f"the model could not be loaded: {error}")
             raise
         self._max_model_len = self._engine.max_model_len
+        if (rates := self._settings.speculation.synthetic_acceptance) is not None:
+            log.warning("speculation.synthetic", model=self._model_id, rates=rates)
         self._publish()
         await asyncio.to_thread(self._save_costs)
         self._watchdog = Watchdog(self._settings.watchdog_s, self._on_hang)
@@ -191,23 +214,24 @@ class EngineBackend:
         """Serve one request; see `Backend.generate`."""
         max_model_len = self._check_open()
         self._door.check_room(request.priority)
-        token_ids = await asyncio.to_thread(self._encode, request.prompt, max_model_len)
+        tokens = await asyncio.to_thread(self._encode, request, max_model_len)
         self._check_open()
         admitted = admit(
             request,
-            token_ids,
+            tokens.prompt,
             key=next(self._keys),
             max_model_len=max_model_len,
             vocab_size=self._parts.loaded.model.config.vocab_size,
             now_s=self._clock(),
+            prediction_token_ids=tokens.prediction,
         )
         self._door.check(request)
         events: Mailbox[Event | BackendError] = Mailbox(self._loop)
         self._streams[admitted.key] = events
-        self._door.enter(admitted.key, request, len(token_ids), admitted.max_tokens)
+        self._door.enter(admitted.key, request, len(tokens.prompt), admitted.max_tokens)
         self._inbox.put(_Add(admitted))
         try:
-            yield Started(num_prompt_tokens=len(token_ids), system_fingerprint=self._fingerprint(request))
+            yield Started(num_prompt_tokens=len(tokens.prompt), system_fingerprint=self._fingerprint(request))
             while True:
                 for event in await events.take():
                     if isinstance(event, BackendError):
@@ -230,7 +254,22 @@ class EngineBackend:
             raise NotReady(self._status.detail)
         return self._max_model_len
 
-    def _encode(self, prompt: Prompt, max_model_len: int) -> tuple[int, ...]:
+    def _encode(self, request: GenerateRequest, max_model_len: int) -> _Tokens:
+        prompt = self._encode_prompt(request.prompt, max_model_len)
+        return _Tokens(prompt, self._encode_prediction(request, max_model_len))
+
+    def _encode_prediction(self, request: GenerateRequest, max_model_len: int) -> tuple[int, ...]:
+        """Its first tokens, as many as a context holds; none where the plan does not draft from them."""
+        tokenizer, text = self._parts.loaded.tokenizer, request.prediction
+        drafts = request.plan.speculation
+        if text is None:
+            return ()
+        check_prediction(text, max_model_len, tokenizer.max_token_chars)
+        if "prediction" not in drafts.proposers or not drafts.max_draft:
+            return ()
+        return tuple(tokenizer.encode(text, add_special_tokens=False)[:max_model_len])
+
+    def _encode_prompt(self, prompt: Prompt, max_model_len: int) -> tuple[int, ...]:
         tokenizer = self._parts.loaded.tokenizer
         check_length(prompt, max_model_len, tokenizer.max_token_chars)
         match prompt:
@@ -242,7 +281,8 @@ class EngineBackend:
                 return token_ids
 
     def _fingerprint(self, request: GenerateRequest) -> str:
-        return f"{self._model_id}:{self._parts.loaded.fingerprint}:{request.plan.name}"
+        mark = "" if self._settings.speculation.synthetic_acceptance is None else ":synthetic"
+        return f"{self._model_id}:{self._parts.loaded.fingerprint}:{request.plan.name}{mark}"
 
     def _new_engine(self) -> Engine:
         engine = self._make_engine(
@@ -252,6 +292,7 @@ class EngineBackend:
             cache_dtype=self._parts.cache_dtype,
             counters=self._counters,
             clock=self._clock,
+            speculator=self._speculator,
             draft=self._parts.draft,
         )
         engine.warm_up()
@@ -288,6 +329,8 @@ class EngineBackend:
                     self._engine.add(request)
                 case _Abort(key):
                     self._engine.abort(key)
+                case _Forget(flow):
+                    self._speculator.suffix.purge(flow)
                 case _Stop():
                     return False
             if not self._engine.has_work:
@@ -318,6 +361,7 @@ class EngineBackend:
         # Two caches at once could be more than there is room for: nothing may hold on to the old engine.
         traceback.clear_frames(error.__traceback__)
         del self._engine
+        self._speculator.restart()
         try:
             with self._watchdog.guard():
                 self._engine = self._new_engine()
@@ -360,11 +404,12 @@ class EngineBackend:
         )
 
     def _publish(self) -> None:
-        """Tell the event loop's side who waits, who runs, and what that will take."""
+        """Tell the event loop's side who waits, who runs, what that will take, and how drafts fare."""
         engine, settings, now_s = self._engine, self._settings, self._clock()
         unit = UnitCost.of(engine.costs.cost, settings.max_sequences, settings.max_batched_tokens)
         self._door.load = load_of(engine.scheduler, unit, self._last_key)
         self._view = view_of(engine.scheduler, self._door.load, now_s)
+        self._speculation = self._speculator.stats
         self._machine = MachineCost(num_blocks=engine.pool.num_blocks, cost=engine.costs.cost)
         self._published_s = now_s
 

@@ -53,6 +53,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     watchdog_s: float = 120.0
     draft_model: Path | None = None
     draft_cache_bytes: int | None = None
+    max_draft: int = 16
+    synthetic_acceptance: tuple[float, ...] | None = None
 
 
 def make_backend(options: EngineOptions, progress: Progress) -> EngineBackend:
@@ -73,7 +75,11 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
         max_waiting_s=options.max_waiting_s,
         headroom=options.headroom,
         watchdog_s=options.watchdog_s,
-        speculation=SpeculationSettings(draft_cache_bytes=options.draft_cache_bytes),
+        speculation=SpeculationSettings(
+            max_draft=options.max_draft,
+            synthetic_acceptance=options.synthetic_acceptance,
+            draft_cache_bytes=options.draft_cache_bytes,
+        ),
     )
 
 

@@ -219,7 +219,7 @@ def test_text_and_reason_of_one_event_share_a_chunk() -> None:
     assert list(answer.pieces(0, Chunk(0, "", (1,)))) == []
     (piece,) = answer.pieces(0, Chunk(0, "a", (2,), None, FinishReason.STOP))
     assert (piece.text, piece.finish_reason) == ("a", "stop")
-    assert list(answer.closing(Usage(num_prompt_tokens=1, num_output_tokens=2))) == []
+    assert list(answer.closing(Totals(Usage(num_prompt_tokens=1, num_output_tokens=2)))) == []
 
 
 @pytest.mark.parametrize("includes_usage", [False, True])

@@ -35,6 +35,9 @@ LEAST_SURVIVAL = 0.02
 
 MAX_KINDS = 4096
 
+LEAST_TRIALS = 20.0
+"""With fewer, a kind's rate says little."""
+
 
 class _Trials(Struct):
     accepted: float = 0.0
@@ -60,6 +63,20 @@ class Acceptance:
     def num_requests(self) -> int:
         """Sequences that something of their own is known of."""
         return len(self._requests)
+
+    def rates(self) -> dict[str, dict[str, float]]:
+        """By flow and kind, the share of its latest trials that were accepted, whoever proposed."""
+        rates: dict[str, dict[str, float]] = {}
+        for (flow, kind), by_source in self._kinds.items():
+            tried = sum(trials.tried for trials in by_source.values())
+            if tried >= LEAST_TRIALS:
+                accepted = sum(trials.accepted for trials in by_source.values())
+                rates.setdefault(flow, {})[kind] = accepted / tried
+        return rates
+
+    def restart(self) -> None:
+        """Forget all sequences, and keep what was learnt from them."""
+        self._requests.clear()
 
     def survival(self, sequence: Sequence, draft: Draft) -> list[float]:
         """The probability of each token of the draft to be accepted together with all before it.

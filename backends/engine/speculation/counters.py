@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from surefoot.backends.types import DraftStats, SpeculationStats
+
 from ..sequence import Sequence
 from .base import Draft
 from .draft_counts import DraftCounts
@@ -41,6 +43,34 @@ class SpeculationCounters(Struct):
         if not self.realised_tokens:
             return 0.0
         return (1.0 + self.realised_gain) * self.expected_tokens / self.realised_tokens - 1.0
+
+    def stats(self, acceptance: dict[str, dict[str, float]], *, is_synthetic: bool) -> SpeculationStats:
+        """A copy for other threads, with what was learnt."""
+        return SpeculationStats(
+            drafts=tuple(
+                DraftStats(
+                    flow=flow,
+                    proposer=proposer,
+                    num_drafts=counts.num_drafts,
+                    num_draft_tokens=counts.num_draft_tokens,
+                    num_accepted_tokens=counts.num_accepted_tokens,
+                    drafted_at=tuple(counts.drafted_at),
+                    accepted_at=tuple(counts.accepted_at),
+                )
+                for (flow, proposer), counts in self.by_source.items()
+            ),
+            acceptance=acceptance,
+            drafting_s_total=self.drafting_s,
+            steps_total=self.num_drafted_steps,
+            step_s_total=self.realised_s,
+            plain_s_total=self.plain_s,
+            expected_tokens_total=self.expected_tokens,
+            realised_tokens_total=self.realised_tokens,
+            plain_tokens_total=self.plain_tokens,
+            expected_gain=self.expected_gain,
+            realised_gain=self.realised_gain,
+            is_synthetic=is_synthetic,
+        )
 
     def expect(self, choice: Choice, num_sampled: int, plain_s: float, drafting_s: float) -> None:
         """Add what was chosen for a step."""

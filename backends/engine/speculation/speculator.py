@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from surefoot.backends.types import SpeculationStats
+
 from ..cost_model import CostModel
 from ..cost_model import StepCost as MachineCost
 from ..sampler import Sampled
@@ -34,8 +36,7 @@ class Speculator:
         self.draft_model: DraftModel | None = None
         """The proposer `draft`, which an engine adds that has one."""
         self.suffix = SuffixProposer()
-        proposers: list[Proposer] = [NgramProposer(), PredictionProposer(), self.suffix]
-        self._proposers: Mapping[str, Proposer] = {proposer.name: proposer for proposer in proposers}
+        self._proposers = self._new_proposers()
         self._synthetic = (
             None
             if settings.synthetic_acceptance is None
@@ -48,6 +49,23 @@ class Speculator:
         """Names of what a plan may ask for here; what it names beside these is not asked."""
         own = () if self.draft_model is None else (self.draft_model.name,)
         return (*self._proposers, *own)
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """What it did and learnt so far, as a copy for other threads."""
+        rates = self.controller.acceptance.rates()
+        return self.counters.stats(rates, is_synthetic=self._synthetic is not None)
+
+    def restart(self) -> None:
+        """The engine is gone, its sequences and draft model with it: keep only what was learnt."""
+        self.draft_model = None
+        self._proposers = self._new_proposers()
+        self.controller.acceptance.restart()
+
+    def _new_proposers(self) -> Mapping[str, Proposer]:
+        """Without a sequence; the index of earlier outputs stays."""
+        proposers: list[Proposer] = [NgramProposer(), PredictionProposer(), self.suffix]
+        return {proposer.name: proposer for proposer in proposers}
 
     def draft(
         self, chunks: Seq[ScheduledChunk], max_rows: int, costs: CostModel, now_s: float

@@ -1,0 +1,47 @@
+"""Request fields that may change how soon an answer is there, and never what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from surefoot.policies.bounds import MAX_DRAFT
+
+from .errors import InvalidValue, shortened
+from .limits import Range, check_range
+from .messages import read_content
+
+DRAFT_LENGTH = Range(low=0, high=MAX_DRAFT)
+
+
+class Prediction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's: text that much of the answer may repeat."""
+
+    type: str
+    content: str | list[dict[str, Any]]
+
+    def read(self) -> str:
+        """The text. Raises an `InvalidRequest`."""
+        if self.type != "content":
+            raise InvalidValue(
+                f"'prediction.type' must be 'content', but it is '{shortened(self.type)}'.", "prediction.type"
+            )
+        return read_content(self.content, "prediction.content")
+
+
+class SpeculationWish(Struct, forbid_unknown_fields=True, kw_only=True):
+    """How much of what its plan drafts a request wants at most."""
+
+    enabled: bool | None = None
+    max_draft: int | None = None
+
+    @property
+    def ceiling(self) -> int | None:
+        """The longest draft, None for as long as the plan says."""
+        return 0 if self.enabled is False else self.max_draft
+
+    def check(self) -> None:
+        """Raise `InvalidValue` for a length that no plan has."""
+        if self.max_draft is not None:
+            check_range("speculation.max_draft", self.max_draft, DRAFT_LENGTH)
