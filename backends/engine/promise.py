@@ -7,7 +7,7 @@ import math
 from .sequence import Sequence
 
 PATIENCE_S = 60.0
-"""A sequence without a promise is ordered as if its first token were due this long after its arrival."""
+"""A sequence without a promise is ordered as if it had to start this long after its arrival."""
 
 
 def first_token_due_s(sequence: Sequence) -> float:
@@ -18,9 +18,12 @@ def first_token_due_s(sequence: Sequence) -> float:
     return min(due_s, request.deadline_s)
 
 
-def order_due_s(sequence: Sequence) -> float:
-    """When a waiting sequence should have its first token, for the order within a flow; never infinite."""
-    return min(first_token_due_s(sequence), sequence.request.arrived_s + PATIENCE_S)
+def latest_start_s(sequence: Sequence, work_s: float) -> float:
+    """When a waiting sequence should start whose first token is `work_s` of work, for the order in a flow.
+
+    Never infinite, and in the order of arrival where nothing was promised.
+    """
+    return min(first_token_due_s(sequence) - work_s, sequence.request.arrived_s + PATIENCE_S)
 
 
 def next_token_due_s(sequence: Sequence) -> float:

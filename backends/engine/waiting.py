@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct, field
 
-from .promise import order_due_s
+from .promise import latest_start_s
 from .sequence import Sequence
 
 Place = tuple[float, int]
@@ -83,7 +83,7 @@ class WaitingQueue:
         level.num_waiting += 1
         number = next(self._counter)
         self._by_number[number], self._numbers[sequence] = sequence, number
-        heapq.heappush(flow.heap, (order_due_s(sequence) - self._work_s(sequence), number))
+        heapq.heappush(flow.heap, (latest_start_s(sequence, self._work_s(sequence)), number))
 
     def head(self, level: Level) -> Sequence:
         """Who is next in a level that has someone waiting."""
