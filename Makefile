@@ -27,7 +27,7 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench-main bench-classes bench-prefix bench-scheduler bench-tenants peers bench-peers lock clean
+.PHONY: help serve test check format bench-main bench-classes bench-prefix bench-scheduler bench-tenants peers bench-peers kernels-table lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ peers: $(PEERS) ## Build llama.cpp, to be compared with (10 to 20 minutes; JOBS=
 
 bench-peers: $(RUNTIME) ## Measure us beside llama.cpp and others (ARGS="--folder docs ...")
 	@$(BIN)/python -m surefoot.bench.peers $(ARGS)
+
+kernels-table: $(RUNTIME) ## Compile the Triton kernels and write what each takes into docs/triton-kernels.md
+	@$(BIN)/python -m surefoot.kernels.triton.table --write docs/triton-kernels.md
 
 lock: $(DEV) ## Pin what is installed in the environment (see CONTRIBUTING.md)
 	@$(BIN)/python .ci/lock.py

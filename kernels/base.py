@@ -108,6 +108,15 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         """`x` `[N, in]` float32 -> `[N, out]` float32."""
 
+    def embed(self, numbers: Tensor, weight: Any) -> Tensor:
+        """Rows of the matrix that `prepare_linear` was given: `numbers` int64 `[N]` -> float32 `[N, in]`."""
+
+    def take(self, table: Tensor, numbers: Tensor) -> Tensor:
+        """Rows of a float32 table `[R, width]`: `numbers` int64 `[N]` -> `[N, width]`."""
+
+    def finite_rows(self, x: Tensor) -> Tensor:
+        """Whether all numbers in each row of `x` `[N, width]` are finite: bool `[N]`."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
 

@@ -44,6 +44,18 @@ class ReferenceOps:
         """The product is taken in the weight's dtype, the result returned in `x`'s."""
         return F.linear(x.to(weight.weight.dtype), weight.weight, weight.bias).to(x.dtype)
 
+    def embed(self, numbers: Tensor, weight: DenseWeight) -> Tensor:
+        """Widened, if the weight is in 16 bits."""
+        return weight.weight.index_select(0, numbers).float()
+
+    def take(self, table: Tensor, numbers: Tensor) -> Tensor:
+        """As they are."""
+        return table.index_select(0, numbers)
+
+    def finite_rows(self, x: Tensor) -> Tensor:
+        """Looks at every number."""
+        return x.isfinite().all(-1)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Zhang and Sennrich 2019, arXiv 1910.07467."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

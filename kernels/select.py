@@ -25,11 +25,17 @@ def select_ops(
     """The fastest op set for a device; its `name` is worth a line in the log.
 
     On a CPU kernels are compiled into `cache_dir` (None: nothing is kept) and run on `num_threads` threads
-    (None: one per core that this process may use). Elsewhere it is the reference.
+    (None: one per core that this process may use). On a GPU (torch calls ROCm's `cuda` too) Triton compiles
+    them when they are first launched, into a cache of its own. Elsewhere it is the reference.
     """
-    if torch.device(device).type != "cpu":
+    # Imports stand here and not above: numba and triton take a while, and each serves one path.
+    kind = torch.device(device).type
+    if kind == "cuda":
+        from .triton.ops import TritonOps
+
+        return TritonOps()
+    if kind != "cpu":
         return ReferenceOps()
-    # Here and not above: importing numba takes a while, and only this path needs it.
     from .cpu.launch import Launcher
     from .cpu.ops import CpuOps
 

@@ -13,7 +13,7 @@ from surefoot.kernels.base import AnyWeight, Ops
 
 from .model_config import ModelConfig
 from .rope import rope_tables
-from .weight_mode import WeightMode, convert, on_device, rows_of, to_float
+from .weight_mode import WeightMode, convert, on_device, to_float
 from .weights import WeightSource, layer_prefix
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -57,9 +57,10 @@ class Model:
         self.config = config
         self._ops = ops
         loader = _Loader(config, source, ops, mode, torch.device(device))
-        self._embedding = loader.matrix("model.embed_tokens.weight")
-        head = self._embedding if config.tie_word_embeddings else loader.matrix("lm_head.weight")
-        self._head = ops.prepare_linear(head)
+        self._embedding = loader.linear("model.embed_tokens", has_bias=False)
+        self._head = (
+            self._embedding if config.tie_word_embeddings else loader.linear("lm_head", has_bias=False)
+        )
         self._first_norm = loader.vector(layer_prefix(0) + "input_layernorm.weight")
         self._layers = [loader.layer(i) for i in range(config.num_layers)]
         length = min(max_model_len or config.max_model_len, config.max_model_len)
@@ -68,19 +69,9 @@ class Model:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """`token_ids` and `positions` `[N]` int64 -> normed hidden states `[N, hidden]` float32."""
-        return self.layers(self.embed(token_ids), self.angles(positions), attend)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """What the layers start from, `[N, hidden]` float32."""
-        return to_float(rows_of(self._embedding, token_ids))
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rotary embedding, each `[N, head_dim / 2]` float32."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-    def layers(self, residual: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Normed hidden states; `residual`, what `embed` gave, is added to in place."""
         ops, eps = self._ops, self.config.rms_norm_eps
+        rope = ops.take(self._cos, positions), ops.take(self._sin, positions)
+        residual = ops.embed(token_ids, self._embedding)
         x = ops.rms_norm(residual, self._first_norm, eps)
         for i, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, x, rope)

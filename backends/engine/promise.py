@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from .sequence import Sequence
 
 PATIENCE_S = 60.0
 """A sequence without a promise is ordered as if its first token were due this long after its arrival."""
-
-
-BASE_SHARE = 0.7
-"""Of its TPOT target, what a step may take of a sequence that is exactly on time."""
-GIVEN_SHARE, PROMISED_GIVEN_SHARE = 0.2, 0.8
-"""Of what it is ahead, what it gives to others, and to a prefill that was promised its first token.
-
-Steps of exactly the target come about where a sequence is 1.5 targets ahead: that is the cushion.
-"""
-LEAST_SHARE, MOST_SHARE = 0.5, 2.0
 
 
 def first_token_due_s(sequence: Sequence) -> float:
@@ -47,15 +36,3 @@ def slack_s(sequence: Sequence, now_s: float) -> float | None:
     due_s = first_token_due_s(sequence) if sequence.num_output_tokens == 0 else next_token_due_s(sequence)
     due_s = min(due_s, sequence.request.deadline_s)
     return None if due_s == math.inf else due_s - now_s
-
-
-def pace_limit_s(decoding: Iterable[Sequence], now_s: float, given_share: float = GIVEN_SHARE) -> float:
-    """How long a step may take for the tightest TPOT target of those that decode; infinity without one."""
-    limit_s = math.inf
-    for sequence in decoding:
-        target_s = sequence.request.message.tpot_target_s
-        if target_s is not None:
-            ahead = (next_token_due_s(sequence) - now_s) / target_s - 1
-            share = min(max(BASE_SHARE + given_share * ahead, LEAST_SHARE), MOST_SHARE)
-            limit_s = min(limit_s, share * target_s)
-    return limit_s

@@ -9,12 +9,12 @@ from .batching_window import BatchingWindow
 from .block_demand import BlockDemand
 from .cost_model import CostModel, context_tokens
 from .prefix_cache import PrefixCache
-from .promise import first_token_due_s, pace_limit_s
+from .promise import first_token_due_s
 from .scheduler import BlockHolder, ScheduledChunk
 from .seen import Seen
 from .sequence import Pace, Sequence, SequenceStatus
 from .settings import EngineSettings
-from .step_plan import StepPlan
+from .step_plan import StepPlan, pace_limit_s, tpot_target_s
 from .waiting import Level, WaitingQueue
 
 AGEING_S = 5.0
@@ -26,6 +26,9 @@ PAUSE_S = 1.0
 
 MAX_PREEMPTIONS = 3
 """After so many a sequence is a victim only if every other one has had as many."""
+
+URGENT_S = 1.0
+"""A start that is due within so long may preempt a lower priority."""
 
 FIRST_TOKEN_SHARE = 0.5
 """Of the time until a first token is due, what one step of those below may take."""
@@ -128,9 +131,11 @@ class PromiseScheduler(BlockHolder):
             if sequence not in plan and sequence.status is SequenceStatus.RUNNING:
                 self._prefill(sequence, plan, at_least=plan.least_prefill)
         prefilling += self._start_waiting(priority, plan, now_s)
-        plan.bind(pace_limit_s(decoding, now_s))
+        plan.bind(pace_limit_s(decoding, self._costs.cost, now_s))
         for sequence in prefilling:
-            plan.bind(FIRST_TOKEN_SHARE * max(first_token_due_s(sequence) - now_s, 0.0))
+            # One that is computed again has had its first token.
+            if sequence.num_output_tokens == 0:
+                plan.bind(FIRST_TOKEN_SHARE * max(first_token_due_s(sequence) - now_s, 0.0))
 
     def _run_overdue(self, plan: StepPlan, now_s: float) -> None:
         """Those that have stood still for too long move on, whatever the limit."""
@@ -173,7 +178,7 @@ class PromiseScheduler(BlockHolder):
             return False
         if not plan.has_time(sequence) or not self._pace_allows(sequence):
             return False
-        if self._finds_room(sequence, now_s) or self._make_room(sequence, plan):
+        if self._finds_room(sequence, now_s) or self._make_room(sequence, plan, now_s):
             return True
         # Whoever comes after must not take what this one waits for.
         plan.starts_blocked = True
@@ -191,7 +196,7 @@ class PromiseScheduler(BlockHolder):
     def _pace_allows(self, sequence: Sequence) -> bool:
         """Whether steps would keep the tightest TPOT target if the sequence decoded beside its betters."""
         beside = [other for other in self.running if other.priority >= sequence.priority]
-        targets = (each.request.message.tpot_target_s for each in (sequence, *beside))
+        targets = (tpot_target_s(each, self._costs.cost) for each in (sequence, *beside))
         tightest_s = min((target for target in targets if target is not None), default=math.inf)
         if not beside or tightest_s == math.inf:
             return True
@@ -236,23 +241,23 @@ class PromiseScheduler(BlockHolder):
         self._num_turns += 1
         sequence.last_turn = self._num_turns
 
-    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Preempt lower priorities for one that was promised its first token; False if that does not do."""
-        if sequence.request.message.ttft_target_s is None:
+    def _make_room(self, sequence: Sequence, plan: StepPlan, now_s: float) -> bool:
+        """Preempt lower priorities for one whose first token is nearly due; False if that does not do."""
+        if first_token_due_s(sequence) - self._first_token_work_s(sequence) - now_s > URGENT_S:
             return False
-        victims: list[Sequence] = []
-        missing = self._blocks.num_blocks_wanted(sequence) - self._pool.num_free
-        for victim in sorted(self.running, key=_rank):
-            has_place = self._settings.max_sequences > len(self.running) - len(victims)
-            if has_place and missing <= 0:
-                break
-            if victim.priority >= sequence.priority or victim.num_preemptions >= MAX_PREEMPTIONS:
-                return False
-            victims.append(victim)
-            missing -= len(victim.block_table)
+        reserved = self._reserved_share(sequence.priority, now_s)
+        num_places = self._settings.max_sequences - round(reserved * self._settings.max_sequences)
+        num_blocks = self._blocks.num_blocks_wanted(sequence) + round(reserved * self._pool.num_blocks)
+        # Even where nobody has to go at once, somebody must be there to go when blocks run out.
+        victims = [victim for victim in sorted(self.running, key=_rank) if _may_yield(victim, sequence)]
+        num_free = self._pool.num_free + sum(len(victim.block_table) for victim in victims)
+        if not victims or len(self.running) - len(victims) >= num_places or num_free < num_blocks:
+            return False
         for victim in victims:
+            if len(self.running) < num_places and num_blocks <= self._pool.num_free:
+                break
             self._give_up(victim, plan)
-        return self._demand.fits_now(sequence) and self._has_place(0)
+        return len(self.running) < num_places and num_blocks <= self._pool.num_free
 
     def _give_up(self, victim: Sequence, plan: StepPlan) -> None:
         num_done = victim.num_committed - victim.committed_at_start
@@ -273,6 +278,11 @@ class PromiseScheduler(BlockHolder):
     def _first_token_work_s(self, sequence: Sequence) -> float:
         num_tokens = sequence.num_uncommitted
         return self._costs.predict(num_tokens, 1, context_tokens(num_tokens, 0))
+
+
+def _may_yield(victim: Sequence, sequence: Sequence) -> bool:
+    """Whether a sequence may be preempted so that another one starts."""
+    return victim.priority < sequence.priority and victim.num_preemptions < MAX_PREEMPTIONS
 
 
 def _rank(sequence: Sequence) -> tuple[bool, int, int]:

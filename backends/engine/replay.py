@@ -37,7 +37,7 @@ class StepReplay:
         self._ops = ops
         self._attend = attend
         self._max_rows = min(max_rows, MAX_ROWS)
-        self._inputs = _Inputs.empty(model, self._max_rows, table_width=64)
+        self._inputs = _Inputs.empty(self._max_rows, table_width=64)
         self._programs: OrderedDict[tuple[int, int], Program | None] = OrderedDict()
 
     def run(self, step: StepInput) -> Tensor | None:
@@ -47,14 +47,14 @@ class StepReplay:
         program = self._program(step)
         if program is None:
             return None
-        self._inputs.fill(self._model, step)
+        self._inputs.fill(step)
         return program.replay()
 
     def _program(self, step: StepInput) -> Program | None:
         """The recording for a step's shape; None if it cannot be recorded."""
         num_rows, (num_sequences, table_width) = step.num_rows, step.past.block_table.shape
         if table_width > self._inputs.table.shape[1]:
-            self._inputs = _Inputs.empty(self._model, self._max_rows, table_width=2 * table_width)
+            self._inputs = _Inputs.empty(self._max_rows, table_width=2 * table_width)
             self._programs.clear()
         shape = num_rows, num_sequences
         if shape not in self._programs:
@@ -68,9 +68,8 @@ class StepReplay:
     def _forward(self, inputs: _Inputs) -> Callable[[], Tensor]:
         def forward() -> Tensor:
             past = Past(block_table=inputs.table, lengths=inputs.lengths)
-            attend = self._attend(len(inputs.residual), inputs.cu_rows, past)
-            hidden = self._model.layers(inputs.residual, (inputs.cos, inputs.sin), attend)
-            return self._model.logits(hidden)
+            attend = self._attend(len(inputs.token_ids), inputs.cu_rows, past)
+            return self._model.logits(self._model.forward(inputs.token_ids, inputs.positions, attend))
 
         return forward
 
@@ -78,21 +77,18 @@ class StepReplay:
 class _Inputs(Struct, frozen=True):
     """What differs from step to step, at addresses that do not."""
 
-    residual: Tensor  # float32 [N, hidden]
-    cos: Tensor  # float32 [N, rotary pairs]
-    sin: Tensor
+    token_ids: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
     cu_rows: Tensor  # int32 [B + 1]
     lengths: Tensor  # int32 [B]
     table: Tensor  # int32 [B, max_blocks]
 
     @classmethod
-    def empty(cls, model: Model, rows: int, *, table_width: int) -> _Inputs:
+    def empty(cls, rows: int, *, table_width: int) -> _Inputs:
         """For as many rows, and as many sequences, as there may be."""
-        hidden, pairs = model.config.hidden_size, model.config.head_dim // 2
         return cls(
-            residual=torch.zeros(rows, hidden),
-            cos=torch.zeros(rows, pairs),
-            sin=torch.zeros(rows, pairs),
+            token_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.zeros(rows, dtype=torch.int64),
             cu_rows=torch.zeros(rows + 1, dtype=torch.int32),
             lengths=torch.zeros(rows, dtype=torch.int32),
             table=torch.zeros(rows, table_width, dtype=torch.int32),
@@ -101,21 +97,18 @@ class _Inputs(Struct, frozen=True):
     def of(self, rows: int, sequences: int) -> _Inputs:
         """The first rows and sequences, as views."""
         return _Inputs(
-            residual=self.residual[:rows],
-            cos=self.cos[:rows],
-            sin=self.sin[:rows],
+            token_ids=self.token_ids[:rows],
+            positions=self.positions[:rows],
             cu_rows=self.cu_rows[: sequences + 1],
             lengths=self.lengths[:sequences],
             table=self.table[:sequences],
         )
 
-    def fill(self, model: Model, step: StepInput) -> None:
+    def fill(self, step: StepInput) -> None:
         """Copy a step's content; what lies beyond it is left, and no one looks there."""
         rows, (sequences, table_width) = step.num_rows, step.past.block_table.shape
-        cos, sin = model.angles(step.positions)
-        self.residual[:rows] = model.embed(step.token_ids)
-        self.cos[:rows] = cos
-        self.sin[:rows] = sin
+        self.token_ids[:rows] = step.token_ids
+        self.positions[:rows] = step.positions
         self.cu_rows[: sequences + 1] = step.cu_rows
         self.lengths[:sequences] = step.past.lengths
         self.table[:sequences, :table_width] = step.past.block_table

@@ -49,7 +49,7 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[SampledRow]) -> list[Sampled | Exception]:
         """Row r of `logits` `[R, V]` (raw, changed in place) belongs to `rows[r]`."""
-        finite = logits.sum(-1).isfinite().tolist()  # a NaN or an infinity survives every sum
+        finite = self._ops.finite_rows(logits).tolist()
         raw_rows = {
             r: logits[r].clone() for r, row in enumerate(rows) if row.sequence.params.logprobs is not None
         }
@@ -122,12 +122,26 @@ class Sampler:
 
 def _sample_rows(rows: list[SampledRow]) -> SampleRows:
     params = [row.sequence.params for row in rows]
+    reals = torch.tensor(
+        [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]],
+        dtype=torch.float32,
+    )
+    integers = torch.tensor(
+        [
+            [p.top_k for p in params],
+            [row.sequence.request.seed for row in rows],
+            [row.sequence.choice for row in rows],
+            [row.position for row in rows],
+        ]
+    )
+    temperature, top_p, min_p = reals.unbind()
+    top_k, seed, choice, position = integers.unbind()
     return SampleRows(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seed=torch.tensor([row.sequence.request.seed for row in rows], dtype=torch.int64),
-        choice=torch.tensor([row.sequence.choice for row in rows], dtype=torch.int32),
-        position=torch.tensor([row.position for row in rows], dtype=torch.int32),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        choice=choice,
+        position=position,
     )

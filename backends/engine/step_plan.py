@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from .cost_model import StepCost, StepShape, context_tokens
-from .promise import PROMISED_GIVEN_SHARE, pace_limit_s
+from .promise import next_token_due_s
 from .scheduler import ScheduledChunk
 from .sequence import Sequence
 
+BASE_SHARE = 0.7
+"""Of its TPOT target, what a step may take of a sequence that is exactly on time."""
+GIVEN_SHARE, PROMISED_GIVEN_SHARE = 0.2, 0.8
+"""Of what it is ahead, what it gives to others, and to a prefill that was promised its first token.
+
+Steps of exactly the target come about where a sequence is 1.5 targets ahead: that is the cushion.
+"""
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
+
 MIN_PREFILL_TOKENS = 16
 """Prefill that a step has room for whatever its decodes were promised, so that they never starve it."""
+
+
+def tpot_target_s(sequence: Sequence, cost: StepCost) -> float | None:
+    """A sequence's TPOT target, None for no promise.
+
+    One that not even a step of its own could keep counts as none: nobody should stand still for it in vain.
+    """
+    target_s = sequence.request.message.tpot_target_s
+    if target_s is None or cost.predict(1, 1, len(sequence.token_ids)) > target_s:
+        return None
+    return target_s
+
+
+def pace_limit_s(
+    decoding: Iterable[Sequence], cost: StepCost, now_s: float, given_share: float = GIVEN_SHARE
+) -> float:
+    """How long a step may take for the tightest TPOT target of those that decode; infinity without one."""
+    limit_s = math.inf
+    for sequence in decoding:
+        target_s = tpot_target_s(sequence, cost)
+        if target_s is not None:
+            ahead = (next_token_due_s(sequence) - now_s) / target_s - 1
+            share = min(max(BASE_SHARE + given_share * ahead, LEAST_SHARE), MOST_SHARE)
+            limit_s = min(limit_s, share * target_s)
+    return limit_s
 
 
 class StepPlan:
@@ -27,8 +61,8 @@ class StepPlan:
         self._set_aside = set(decoding)
         self._shape = StepShape()
         self._num_prefill_tokens = 0
-        self._limit_s = pace_limit_s(decoding, now_s)
-        self._promised_limit_s = pace_limit_s(decoding, now_s, PROMISED_GIVEN_SHARE)
+        self._limit_s = pace_limit_s(decoding, cost, now_s)
+        self._promised_limit_s = pace_limit_s(decoding, cost, now_s, PROMISED_GIVEN_SHARE)
         """What the step may take, for prefills and for those that were promised their first token."""
         self._pause_limit_s = math.inf
         """What it may take for decodes: only promises to higher priorities make them stand still."""

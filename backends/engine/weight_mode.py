@@ -43,10 +43,3 @@ def on_device(tensor: AnyWeight, device: torch.device) -> AnyWeight:
     if isinstance(tensor, GroupWeight):
         return GroupWeight(kind=tensor.kind, data=tensor.data.to(device))
     return tensor.to(device)
-
-
-def rows_of(matrix: AnyWeight, rows: Tensor) -> AnyWeight:
-    """The chosen rows of a matrix, in the same form."""
-    if isinstance(matrix, GroupWeight):
-        return GroupWeight(kind=matrix.kind, data=matrix.data.index_select(0, rows))
-    return matrix.index_select(0, rows)

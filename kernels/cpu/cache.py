@@ -36,6 +36,7 @@ from .vector import (
     mul,
     nearest_even,
     op,
+    prefetch,
     read_f16,
     read_i32,
     read_i64,
@@ -84,12 +85,26 @@ def _copy(first: int, second: int, size: int, forward: bool) -> None:
 
 
 @compiled
+def _key_bytes(stored: Stored) -> int:
+    """Bytes of one number of K, or of two numbers of 4 bits."""
+    return _row_bytes(stored, 16) // stored.head_dim if stored.k_bits == 16 else 1
+
+
+@compiled
+def _prefetch_token(stored: Stored, block: int, slot: int) -> None:
+    """Ask for what a token is written to: each number of K lies in another line."""
+    size, v_bytes = _key_bytes(stored), _row_bytes(stored, stored.v_bits)
+    for i in range(_row_bytes(stored, stored.k_bits) // size):
+        prefetch(block + (i * stored.capacity + slot) * size)
+    for i in range(0, v_bytes, 64):
+        prefetch(block + stored.v_offset + slot * v_bytes + i)
+
+
+@compiled
 def _copy_token(stored: Stored, block: int, slot: int, record: int, is_read: bool) -> None:
     """Copy a token between a head's part of a block and a record."""
     k_bytes, v_bytes = _row_bytes(stored, stored.k_bits), _row_bytes(stored, stored.v_bits)
-    size = 1
-    if stored.k_bits == 16:
-        size = 4 if stored.kind == F32_ else 2
+    size = _key_bytes(stored)
     for i in range(k_bytes // size):
         _copy(block + (i * stored.capacity + slot) * size, record + i * size, size, is_read)
     values = block + stored.v_offset + slot * v_bytes
@@ -225,6 +240,8 @@ def commit(args: int, part: int, parts: int) -> None:
     for unit in range(layers * rows * part // parts, layers * rows * (part + 1) // parts):
         row = unit % rows
         block = cache + unit // rows * layer_bytes + read_i32(blocks + 4 * row) * block_bytes
+        for g in range(kv_heads):
+            _prefetch_token(stored, block + g * (block_bytes // kv_heads), read_i32(slots + 4 * row))
         for g in range(kv_heads):
             source = unit // rows * given_bytes + (row * kv_heads + g) * row_bytes
             for i in range(0, row_bytes, 4):

@@ -14,7 +14,7 @@ from ..base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots, in_fol
 from ..codes import rotation_size
 from ..layout import BLOCK_TOKENS, FULL, BlockLayout, CacheFormat
 from ..weights import GroupWeight, concat
-from . import attention, linear, mass, pack, quantised, rowwise, sample, states
+from . import attention, linear, lookup, mass, pack, quantised, rowwise, sample, states
 from . import cache as cache_kernels
 from .forms import host_form
 from .launch import Launcher, Progress, Stage
@@ -31,6 +31,10 @@ _TAPES = {
     "linear_few": (Stage(linear.quantise_rows, False), Stage(linear.linear)),
     "linear": (Stage(linear.quantise_rows), Stage(linear.linear)),
     "dense": (Stage(linear.linear),),
+    "embed": (Stage(lookup.embed),),
+    "embed_few": (Stage(lookup.embed, False),),
+    "take": (Stage(lookup.take, False),),
+    "finite_rows": (Stage(rowwise.finite_rows),),
     "rms_norm_few": (Stage(rowwise.rms_norm, False),),
     "rms_norm": (Stage(rowwise.rms_norm),),
     "add_rms_norm_few": (Stage(rowwise.add_rms_norm, False),),
@@ -169,8 +173,43 @@ class CpuOps:
                 continue
             group_bytes = linear.group_bytes(rows)
             quantised = self._empty(part.width * group_bytes, dtype=torch.uint8)
-            tape = self._at["linear_few" if rows <= 2 * FEW_ROWS else "linear"]
+            tape = self._at["linear_few" if rows <= FEW_ROWS else "linear"]
             self._run(tape, source, stride, rows, part.width, quantised.data_ptr(), group_bytes, *tail)
+        return out
+
+    def embed(self, numbers: Tensor, weight: PackedLinear) -> Tensor:
+        """Read from the panels, so that no second copy of the matrix is needed."""
+        (part,) = weight.parts
+        assert numbers.dtype == torch.int64
+        rows, out = len(numbers), self._empty(len(numbers), weight.num_in)
+        self._run(
+            self._at["embed_few" if rows <= FEW_ROWS else "embed"],
+            numbers.data_ptr(),
+            rows,
+            part.panels.data_ptr(),
+            part.panel_bytes,
+            part.kind,
+            part.width,
+            out.data_ptr(),
+            4 * weight.num_in,
+        )
+        return out
+
+    def take(self, table: Tensor, numbers: Tensor) -> Tensor:
+        """Rows are contiguous."""
+        assert table.is_contiguous()
+        assert numbers.dtype == torch.int64
+        rows, width = len(numbers), table.shape[1]
+        out = self._empty(rows, width)
+        args = table.data_ptr(), 4 * width, numbers.data_ptr(), rows, out.data_ptr()
+        self._run(self._at["take"], *args)
+        return out
+
+    def finite_rows(self, x: Tensor) -> Tensor:
+        """One pass."""
+        rows, width = x.shape
+        out = self._empty(rows, dtype=torch.bool)
+        self._run(self._at["finite_rows"], x.data_ptr(), 4 * x.stride(0), rows, width, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

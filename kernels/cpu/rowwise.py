@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from .forms import INT32, INT64, LANES, Emitter
+from .forms import INT8, INT32, INT64, LANES, Emitter
 from .launch import real
 from .vector import (
     F32,
@@ -87,6 +87,26 @@ def add_rms_norm(args: int, part: int, parts: int) -> None:
             value = add(load_part(target + 4 * whole, left), load_part(source + 4 * whole, left))
             store_part(target + 4 * whole, value, left)
         _norm_row(target, weight, out + row * width * 4, width, real(args))
+
+
+@op(types.none, types.int64, types.int64)
+def _write_u8(e: Emitter, address: Any, value: Any) -> None:
+    e.store(address, e.b.trunc(value, INT8))
+
+
+def finite_rows(args: int, part: int, parts: int) -> None:
+    """Args: x, its row stride, rows, width, out (a byte a row)."""
+    x, stride, rows, width, out = words(args, 5)
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        # 0 times a number is 0, unless it is infinite or not a number.
+        first, second = zero(), zero()
+        whole = width - width % 32
+        for i in range(0, whole, 32):
+            first = fma(load(x + row * stride + 4 * i), zero(), first)
+            second = fma(load(x + row * stride + 4 * i + 64), zero(), second)
+        for i in range(whole, width, 16):
+            first = fma(load_part(x + row * stride + 4 * i, min(16, width - i)), zero(), first)
+        _write_u8(out + row, 1 if sum_lanes(add(first, second)) == 0.0 else 0)
 
 
 def norm_heads(args: int, part: int, parts: int) -> None:

@@ -12,6 +12,7 @@ from surefoot.backends.engine.promise_scheduler import (
     MAX_PREEMPTIONS,
     PAUSE_S,
     RECENT_SHARE,
+    URGENT_S,
     PromiseScheduler,
 )
 from surefoot.backends.engine.step_plan import MIN_PREFILL_TOKENS, MOST_SHARE
@@ -70,7 +71,7 @@ def test_prefill_is_never_starved_by_decodes() -> None:
     """Under a target that not even the decodes keep, a prefill still gets a block's worth of each step."""
     driver = driver_of()
     for key in range(4):
-        driver.add(key, 4, max_tokens=100, tpot_target_s=0.001)
+        driver.add(key, 4, max_tokens=100, tpot_target_s=0.012)
         driver.step()
         driver.clock.now_s += AGEING_S
     driver.add(9, 100, max_tokens=1)
@@ -104,12 +105,23 @@ def test_a_pause_ends() -> None:
     driver = driver_of()
     low = [driver.add(key, 4, max_tokens=500) for key in range(5)]
     driver.step()
-    driver.add(99, 4, max_tokens=2000, priority=200, tpot_target_s=0.001)
+    driver.add(99, 4, max_tokens=2000, priority=200, tpot_target_s=0.0111)
     before = [seq.num_output_tokens for seq in low]
     begun_s = driver.clock.now_s
     while driver.clock.now_s < begun_s + 5 * PAUSE_S:
         driver.step()
     assert all(seq.num_output_tokens >= count + 4 for seq, count in zip(low, before, strict=True))
+
+
+def test_nobody_stands_still_for_what_cannot_be_kept() -> None:
+    """A target below what a step of its own takes holds nobody up: others start, decode and prefill."""
+    driver = driver_of()
+    for key in range(3):
+        driver.add(key, 4, max_tokens=50, priority=200, tpot_target_s=0.001)
+    driver.step()
+    driver.add(9, 200, max_tokens=50)
+    assert driver.shares() == {0: 1, 1: 1, 2: 1, 9: 200}
+    assert driver.shares() == {0: 1, 1: 1, 2: 1, 9: 1}
 
 
 def test_a_level_that_is_kept_out_starts_one_in_time() -> None:
@@ -119,7 +131,7 @@ def test_a_level_that_is_kept_out_starts_one_in_time() -> None:
     key = 1
     while low.num_output_tokens < 3 and driver.clock.now_s < 60:
         while len(driver.scheduler.waiting) < 6:
-            driver.add(key, 10, max_tokens=5, priority=200, tpot_target_s=0.001)
+            driver.add(key, 10, max_tokens=5, priority=200, tpot_target_s=0.0111)
             key += 1
         driver.step()
     assert low.num_output_tokens == 3
@@ -178,6 +190,33 @@ def test_a_promise_takes_a_place_by_preemption_at_last() -> None:
     assert 9 in driver.shares()
     assert (first.num_preemptions, third.num_preemptions) == (0, 0)
     assert [seq.request.key for seq in driver.scheduler.waiting] == [8, 1]
+
+
+def test_preemption_waits_until_a_first_token_is_nearly_due() -> None:
+    """With time left a promised sequence waits for a place, and takes one only when its start is due."""
+    driver = driver_of(max_sequences=1)
+    low = driver.add(0, 4, max_tokens=500)
+    driver.step()
+    driver.add(9, 4, priority=200, ttft_target_s=3.0)
+    begun_s = driver.clock.now_s
+    while 9 not in driver.shares():
+        assert driver.clock.now_s - begun_s < 3.0
+    assert driver.clock.now_s - begun_s > 3.0 - URGENT_S
+    assert low.num_preemptions == 1
+
+
+def test_a_promise_leaves_headroom_to_higher_ones() -> None:
+    """A middle priority that is due preempts a lower one rather than take what is kept for the highest."""
+    driver = driver_of(max_sequences=10, headroom=0.2)
+    driver.add(99, 4, max_tokens=1, priority=200)
+    driver.step()
+    for key in range(8):
+        driver.add(key, 4, max_tokens=100)
+    driver.step()
+    driver.add(50, 4, max_tokens=100, priority=100, ttft_target_s=0.5)
+    driver.step()
+    assert len(driver.scheduler.running) == 8
+    assert [seq.request.key for seq in driver.scheduler.waiting] == [7]
 
 
 def test_nobody_is_preempted_for_ever() -> None:

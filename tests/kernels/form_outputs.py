@@ -27,7 +27,9 @@ def form_outputs(ops: CpuOps) -> dict[str, Tensor]:
         data[..., 1] = 0x10  # scales, and codes or minimums, of moderate size
         data[..., 3] = 0x90
         weight = GroupWeight(kind=kind, data=data.flatten(1))
-        outputs[kind] = ops.linear(x, ops.prepare_linear(weight))
+        packed = ops.prepare_linear(weight)
+        outputs[kind] = ops.linear(x, packed)
+        outputs[f"embed {kind}"] = ops.embed(torch.arange(39, -1, -3), packed)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         outputs[f"dense {dtype}"] = ops.linear(x, ops.prepare_linear(dense.to(dtype)))
     outputs["rms_norm"] = ops.rms_norm(x, dense[0], 1e-5)

@@ -80,6 +80,17 @@ def test_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps) -> No
         assert torch.equal(one.rope(heads[7:8], angle[7:8].cos(), angle[7:8].sin()), rotated[7:8])
 
 
+@pytest.mark.parametrize("width", [1, 63, 111, 4096])
+def test_finite_rows(ops: Ops, width: int) -> None:
+    """One number that is not finite is seen, wherever it is; large and small ones are finite."""
+    x = torch.randn(9, width) * 1e30
+    x[1, 0], x[3, -1], x[4, width // 2] = torch.nan, torch.inf, -torch.inf
+    x[5], x[6] = 3e38, 1e-45
+    expected = [True, False, True, False, False, True, True, True, True]
+    assert ops.finite_rows(x).tolist() == expected
+    assert ops.finite_rows(torch.cat((x, x), dim=1)[:, :width]).tolist() == expected
+
+
 def test_rows_may_be_strided(cpu: CpuOps) -> None:
     """Slices of a fused projection are read where they lie."""
     fused, angle = torch.randn(9, 7, 64), torch.rand(9, 32)

@@ -10,10 +10,11 @@ from collections.abc import Sequence as Seq
 from surefoot.backends.types import SpeculationStats
 
 from ..cost_model import CostModel
-from ..promise import pace_limit_s
+from ..cost_model import StepCost as MachineCost
 from ..sampler import Sampled
 from ..scheduler import ScheduledChunk, shape_of
 from ..sequence import Sequence
+from ..step_plan import pace_limit_s
 from .base import Draft, Proposer
 from .controller import Controller, StepBounds
 from .counters import SpeculationCounters
@@ -92,7 +93,7 @@ class Speculator:
         bounds = StepBounds(
             num_sampled=sum(chunk.samples for chunk in chunks),
             max_rows=max_rows - shape.num_rows,
-            max_step_s=_limit_s(decoding, now_s, cost),
+            max_step_s=_limit_s(decoding, costs.cost, now_s, cost(0)),
         )
         if self.draft_model is not None and prospects:
             drafts += self._run_ahead(self.draft_model, prospects, bounds, cost)
@@ -186,7 +187,7 @@ class Speculator:
         return None
 
 
-def _limit_s(decoding: Seq[Sequence], now_s: float, cost: StepCost) -> float | None:
+def _limit_s(decoding: Seq[Sequence], machine: MachineCost, now_s: float, plain_s: float) -> float | None:
     """How long the step may get for what was promised; None where that is broken already, or nothing was."""
-    limit_s = pace_limit_s(decoding, now_s)
-    return None if limit_s == math.inf or limit_s < cost(0) else limit_s
+    limit_s = pace_limit_s(decoding, machine, now_s)
+    return None if limit_s == math.inf or limit_s < plain_s else limit_s

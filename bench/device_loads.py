@@ -1,0 +1,102 @@
+"""What the device benchmark runs: a decoding step's attention, and where its tensors lie."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from surefoot.kernels.base import Past, Slots
+from surefoot.kernels.layout import BlockLayout, CacheFormat
+
+MIN_BYTES = 512 << 20
+"""What one timing reads at least, in layers of their own: several times what a GPU's caches hold."""
+
+Placed = TypeVar("Placed", bound=Struct)
+
+
+class Shape(Struct, frozen=True, kw_only=True):
+    """A model's heads, Llama-3.1-8B's if nothing is said, and the sizes to try."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    contexts: tuple[int, ...] = (2048, 8192, 32768)
+    batches: tuple[int, ...] = (1, 16, 64)
+    prompts: tuple[int, ...] = (512, 2048, 8192)
+    min_bytes: int = MIN_BYTES
+    copy_bytes: int = 1 << 30
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Blocks of the model's dtype."""
+        return BlockLayout(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.dtype)
+
+    @property
+    def scale(self) -> float:
+        """Of scores."""
+        return float(self.head_dim**-0.5)
+
+
+SMALL = Shape(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    contexts=(100,),
+    batches=(1, 3),
+    prompts=(50,),
+    min_bytes=1 << 16,
+    copy_bytes=1 << 16,
+    dtype=torch.float32,
+)
+"""What a CPU does in a moment."""
+
+
+class DecodeLoad(Struct, frozen=True, kw_only=True):
+    """One query row for each of some sequences, over `context` tokens in each layer of `cache`."""
+
+    q: Tensor
+    cu_rows: Tensor
+    cache: Tensor
+    past: Past
+    useful_bytes: int
+
+
+def decode_load(
+    shape: Shape, cache_format: CacheFormat, batch: int, context: int, device: torch.device
+) -> DecodeLoad:
+    """Random numbers in blocks of random order."""
+    layout = shape.layout
+    blocks = -(-context // layout.capacity(cache_format))
+    layer_bytes = batch * context * layout.bytes_per_token(cache_format)
+    layers = max(-(-shape.min_bytes // layer_bytes), 1)
+    size = layers, batch * blocks, layout.block_bytes
+    return DecodeLoad(
+        q=torch.randn(batch, shape.num_heads, shape.head_dim, dtype=layout.dtype, device=device),
+        cu_rows=torch.arange(batch + 1, dtype=torch.int32, device=device),
+        # Bytes under 64: no number of 2 bytes is then infinite, or larger than 2.
+        cache=torch.randint(0, 64, size, dtype=torch.uint8, device=device),
+        past=Past(
+            block_table=torch.randperm(batch * blocks, device=device).int().view(batch, blocks),
+            lengths=torch.full((batch,), context, dtype=torch.int32, device=device),
+            format=cache_format,
+        ),
+        useful_bytes=layers * layer_bytes,
+    )
+
+
+def slots_of(layout: BlockLayout, cache_format: CacheFormat, tokens: Tensor, first_block: int) -> Slots:
+    """Where tokens lie in blocks that follow one another."""
+    capacity = layout.capacity(cache_format)
+    return Slots(
+        blocks=(first_block + tokens // capacity).int(), slots=(tokens % capacity).int(), format=cache_format
+    )
+
+
+def on(value: Placed, device: torch.device) -> Placed:
+    """The same with its tensors on `device`."""
+    fields: dict[str, Any] = {name: getattr(value, name) for name in value.__struct_fields__}
+    return type(value)(**{n: x.to(device) if isinstance(x, Tensor) else x for n, x in fields.items()})
