@@ -88,7 +88,7 @@ def test_explain(cli: Cli) -> None:
     for rule in ("pressure", "prompt_length", "acceptance", "quality"):
         assert re.search(rf"^rule  {rule} ", out, re.MULTILINE)
     assert "3000 prompt tokens" in out
-    assert "plan  baseline" in out
+    assert "plan  draft4" in out
     assert "class interactive" in cli("explain", "--tenant", "agent", *where, "--tier", "flex")[1]
     assert "class batch" in cli("explain", "--tenant", "summaries", *where, "--tier", "priority")[1]
 

@@ -101,7 +101,9 @@ def test_clamp_cuts_to_what_is_served() -> None:
     ]
 
 
-@pytest.mark.parametrize(("max_draft", "name"), [(None, "draft8"), (9, "draft8"), (3, "draft3"), (0, "baseline")])
+@pytest.mark.parametrize(
+    ("max_draft", "name"), [(None, "draft8"), (9, "draft8"), (3, "draft3"), (0, "baseline")]
+)
 def test_a_request_only_lowers(max_draft: int | None, name: str) -> None:
     """What a request wants of drafts is a bound like the file's: it shortens them, and the reason says so."""
     bounds = replace(BOUNDS, cache=CacheBounds())
