@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import Chunk, FinishReason, TokenLogprob, TopLogprob, Usage
-from surefoot.gateway.answers import ChatAnswer, Label, TextAnswer, text_logprobs
+from surefoot.gateway.answers import ChatAnswer, Label, TextAnswer, Totals, text_logprobs
 from surefoot.gateway.sse import ChunkEvents, data_event
 from surefoot.gateway.text_offsets import token_offsets
 

@@ -73,7 +73,7 @@ def test_bad_json_says_where_it_breaks(http: TestClient, body: bytes, place: str
 def test_deep_nesting_is_refused(deep_http: TestClient, field: bytes, nested: bytes) -> None:
     """A body that nests deeper than can be read is the client's fault."""
     if field == b"prediction":
-        nested = b'{"a":' + nested + b"}"
+        nested = b'{"type": "content", "content": [{"text": ' + nested + b"}]}"
     body = json.dumps(VALID).encode()[:-1] + b', "%s": %s}' % (field, nested)
     response = deep_http.post(CHAT, content=body)
     error = error_of(response)

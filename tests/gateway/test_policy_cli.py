@@ -88,14 +88,14 @@ def test_explain(cli: Cli) -> None:
     for rule in ("pressure", "prompt_length", "acceptance", "quality"):
         assert re.search(rf"^rule  {rule} ", out, re.MULTILINE)
     assert "3000 prompt tokens" in out
-    assert "plan  baseline" in out
+    assert "plan  draft4" in out
     assert "class interactive" in cli("explain", "--tenant", "agent", *where, "--tier", "flex")[1]
     assert "class batch" in cli("explain", "--tenant", "summaries", *where, "--tier", "priority")[1]
 
 
 def test_replay(cli: Cli, tmp_path: Path) -> None:
     """Changes are counted with the first reason; what is not served yet changes nothing unless asked for."""
-    bounds = PlanBounds(speculation=SpeculationBounds(max_draft=4), cache=CacheBounds(format="k8v8"))
+    bounds = PlanBounds(speculation=SpeculationBounds(), cache=CacheBounds(format="k8v8"))
     seen = Observation(tenant_id="a", model="m", bounds=bounds)
     log = tmp_path / "log"
     log.write_bytes(msgspec.json.encode({"plan": "baseline", "observation": seen}) * 1 + b"\n{}\n")
@@ -104,8 +104,8 @@ def test_replay(cli: Cli, tmp_path: Path) -> None:
     )
     assert cli("replay", str(log), "--policy", "fixed", "--unserved")[1] == (
         "1 requests, of which 1 would have had another plan\n"
-        "       1  baseline -> k8v8+draft4:"
-        " the policy is fixed, and the tenant's file allows k8v8+draft4\n"
+        "       1  baseline -> k8v8:"
+        " the policy is fixed, and the tenant's file allows k8v8\n"
     )
     log.write_text("{")
     assert "line 1: " in cli("replay", str(log))[2]

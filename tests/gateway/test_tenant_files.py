@@ -147,7 +147,7 @@ HEAD = f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\n'
             HEAD + "[cache]\nformat = 'k8v8'",
             "a.toml:4: 'cache.format' = k8v8 is not served yet by this version",
         ),
-        (HEAD + "[speculation]\nmax_draft = 4", "a.toml:4: 'speculation.max_draft' = 4 is not served yet"),
+        (HEAD + "[speculation]\nmax_draft = 65", "a.toml:4: 'speculation.max_draft': expected"),
         (HEAD + "[speculation]\nproposers = ['x']", "a.toml:4: 'speculation.proposers[0]': expected one of"),
         (HEAD + "[classes]\nallowed = ['batch']", "a.toml:3: 'classes.default' is 'standard', which is not"),
         (HEAD + "weight = 0", "a.toml:3: 'weight': expected"),

@@ -81,8 +81,11 @@ def test_clamp_cuts_to_the_bounds() -> None:
 def test_clamp_cuts_to_what_is_served() -> None:
     """What this version does not serve is cut to the next better thing, and the reason says so."""
     decision = Clamp(FixedPolicy()).decide(SEEN)
-    assert decision.plan is BASELINE_PLAN
-    assert decision.reason.endswith("but k8v4+draft8 is not served yet by this version, so baseline")
+    assert decision.plan.name == "draft8"
+    assert decision.reason.endswith("but k8v4+draft8 is not served yet by this version, so draft8")
+    assert Clamp(FixedPolicy(), Supported(proposers=(), formats=(), cache_keys=())).decide(SEEN).plan is (
+        BASELINE_PLAN
+    )
     some = Supported(proposers=("ngram",), formats=("k16v16", "k8v8"), cache_keys=())
     assert Clamp(FixedPolicy(), some).decide(SEEN).plan == ServingPlan(
         name="k8v8+draft8",
@@ -96,6 +99,17 @@ def test_clamp_cuts_to_what_is_served() -> None:
         "k8v4",
         "k16v16",
     ]
+
+
+@pytest.mark.parametrize(
+    ("max_draft", "name"), [(None, "draft8"), (9, "draft8"), (3, "draft3"), (0, "baseline")]
+)
+def test_a_request_only_lowers(max_draft: int | None, name: str) -> None:
+    """What a request wants of drafts is a bound like the file's: it shortens them, and the reason says so."""
+    bounds = replace(BOUNDS, cache=CacheBounds())
+    decision = Clamp(FixedPolicy()).decide(replace(SEEN, bounds=bounds, max_draft=max_draft))
+    assert decision.plan.name == name
+    assert ("the request wants drafts of" in decision.reason) == (name != "draft8")
 
 
 def test_fixed_takes_all() -> None:
@@ -279,7 +293,6 @@ def test_packages_with_faults_are_refused(name: str, value: str, word: str) -> N
 @pytest.mark.parametrize(
     ("bounds", "key"),
     [
-        (PlanBounds(speculation=SpeculationBounds(max_draft=1)), "speculation.max_draft"),
         (PlanBounds(cache=CacheBounds(format="k8v8")), "cache.format"),
         (PlanBounds(cache=CacheBounds(demote="eager")), "cache.demote"),
         (PlanBounds(cache=CacheBounds(max_context=9)), "cache.max_context"),
@@ -297,6 +310,10 @@ def test_what_asks_for_nothing_is_served() -> None:
     off = SpeculationBounds(enabled=False, max_draft=8, proposers=("draft",))
     for bounds in (PlanBounds(), PlanBounds(speculation=off, reproducible=True)):
         assert list(unserved(bounds, SUPPORTED)) == []
+    drafts = PlanBounds(speculation=replace(off, enabled=True))
+    assert list(unserved(drafts, SUPPORTED)) == []
+    none = Supported(proposers=(), formats=("k16v16",), cache_keys=())
+    assert [each.key for each in unserved(drafts, none)] == ["speculation.max_draft"]
     some = Supported(proposers=("ngram",), formats=("k16v16",), cache_keys=())
     (found,) = unserved(BOUNDS, replace(some, formats=FORMATS))
     assert (found.key, "suffix" in found.message) == ("speculation.proposers", True)
