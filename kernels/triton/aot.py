@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class AotCase(Struct, frozen=True, kw_only=True):
 
     name: str
     kernel: Any
-    signature: dict[str, Kind]
+    signature: Mapping[str, Kind]
     constexprs: dict[str, object]
     num_warps: int
     num_stages: int
