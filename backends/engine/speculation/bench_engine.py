@@ -1,0 +1,156 @@
+"""A bare engine for the benchmarks of speculation: requests in, tokens and the time they took out."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from surefoot.backends.catalog import default_model_id, locate_model
+from surefoot.backends.errors import BackendError
+from surefoot.backends.types import (
+    BASELINE_PLAN,
+    Finished,
+    GenerateRequest,
+    SamplingParams,
+    ServingPlan,
+    SpeculationPlan,
+    SpeculationUsage,
+)
+
+from ..admission import admit
+from ..backend import EngineParts
+from ..engine import Engine, EngineCounters
+from ..sequence import Request
+from ..settings import EngineSettings
+from ..start import EngineOptions, load_parts
+from .bench_prompts import BenchPrompt
+
+MIB = 1024**2
+
+_keys = itertools.count()
+
+
+class GroupRun(Struct, frozen=True, kw_only=True):
+    """Requests that were answered together. The decoding alone is timed: from the step after the one in which
+    the last of them got its first token, to the end.
+    """
+
+    token_ids: list[tuple[int, ...]]
+    num_tokens: int
+    seconds: float
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token of all of them together; with one request its TPOT."""
+        return self.seconds / self.num_tokens
+
+
+def load_bench_parts(model: str, cache_dir: Path, threads: int | None) -> EngineParts:
+    """The model as `serve` has it."""
+    options = EngineOptions(
+        model=locate_model(model),
+        model_id=default_model_id(model),
+        cache_dir=cache_dir.expanduser(),
+        threads=threads,
+    )
+    return load_parts(options, say)
+
+
+def make_bench_engine(parts: EngineParts, settings: EngineSettings) -> Engine:
+    """An engine that has met every shape once and knows what steps cost."""
+    engine = Engine(
+        parts.loaded,
+        parts.ops,
+        settings,
+        cache_dtype=parts.cache_dtype,
+        counters=EngineCounters(),
+        clock=time.perf_counter,
+    )
+    # The first time may be slow for reasons of its own, and then it measures less.
+    for _ in range(2):
+        engine.warm_up()
+    return engine
+
+
+def run_group(
+    engine: Engine,
+    parts: EngineParts,
+    group: Sequence[tuple[BenchPrompt, SamplingParams]],
+    kind: str,
+    plan: SpeculationPlan | None,
+) -> GroupRun:
+    """Answer all of a group at once; raises `SystemExit` if a request fails."""
+    requests = [_add(engine, parts, prompt, params, kind, plan) for prompt, params in group]
+    finished: list[Finished] = []
+    begun_s, num_before = 0.0, 0
+    while engine.has_work:
+        is_timed = all(request.first_token_s is not None for request in requests)
+        if is_timed and not begun_s:
+            begun_s, num_before = time.perf_counter(), _num_tokens(requests)
+        for output in engine.step():
+            if isinstance(output.event, BackendError):
+                raise SystemExit(f"a request of {kind} failed: {output.event}")
+            if isinstance(output.event, Finished):
+                finished.append(output.event)
+    seconds = time.perf_counter() - begun_s
+    if not begun_s or _num_tokens(requests) == num_before:
+        raise SystemExit(f"{kind}: every answer ended with its first token")
+    usages = [each.speculation or SpeculationUsage() for each in finished]
+    return GroupRun(
+        token_ids=[_output(request) for request in requests],
+        num_tokens=_num_tokens(requests) - num_before,
+        seconds=seconds,
+        num_drafted=sum(usage.num_draft_tokens for usage in usages),
+        num_accepted=sum(usage.num_accepted_tokens for usage in usages),
+    )
+
+
+def _add(
+    engine: Engine,
+    parts: EngineParts,
+    prompt: BenchPrompt,
+    params: SamplingParams,
+    kind: str,
+    plan: SpeculationPlan | None,
+) -> Request:
+    tokenizer = parts.loaded.tokenizer
+    message = GenerateRequest(
+        request_id=kind,
+        model="",
+        prompt=prompt.prompt,
+        params=params,
+        plan=BASELINE_PLAN if plan is None else ServingPlan(name="drafts", speculation=plan),
+        kind=kind,
+    )
+    request = admit(
+        message,
+        tuple(tokenizer.encode(tokenizer.render_chat(prompt.messages), add_special_tokens=False)),
+        key=next(_keys),
+        max_model_len=engine.max_model_len,
+        vocab_size=parts.loaded.model.config.vocab_size,
+        now_s=time.perf_counter(),
+        prediction_token_ids=tuple(tokenizer.encode(prompt.prediction or "", add_special_tokens=False)),
+    )
+    engine.add(request)
+    return request
+
+
+def _output(request: Request) -> tuple[int, ...]:
+    return tuple(request.sequences[0].token_ids[request.sequences[0].num_prompt_tokens :])
+
+
+def _num_tokens(requests: Sequence[Request]) -> int:
+    return sum(request.sequences[0].num_output_tokens for request in requests)
+
+
+def say(text: str) -> None:
+    """Progress, beside the result."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,125 @@
+"""Sixty prompts in six kinds of traffic, and a few long edits with a prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from surefoot.backends.types import ChatPrompt, SamplingParams, SpeculationPlan
+
+from .bench_texts import CODE, PASSAGES, QUESTIONS, RECORDS, RENAMES
+
+MAX_DRAFT = 16
+LONG_EDIT = "long edit, predicted"
+
+STORIES = (
+    "a lighthouse keeper who finds a letter in a bottle",
+    "two sisters who open a bakery in an old railway station",
+    "a robot that learns to paint and does not want to stop",
+    "the last day of a village school",
+    "a river that changes its course overnight",
+    "a clockmaker who can hear what time it will be",
+    "a dog that travels across the country to find its owner",
+    "an astronaut who grows tomatoes on the moon",
+    "a violinist who loses her hearing",
+    "a map on which a new island appears every year",
+)
+
+TALKS = (
+    (
+        "I slept badly all week.",
+        "I am sorry. Do you drink coffee late?",
+        "Yes, at six. What else helps?",
+    ),
+    ("I want to learn to cook.", "Great. What do you like to eat?", "Soups. Which one should I try first?"),
+    (
+        "My bike squeaks.",
+        "Does it squeak when you brake or when you pedal?",
+        "When I pedal. What should I do?",
+    ),
+    ("We go to Portugal in May.", "How nice. How long will you stay?", "Ten days. What should we see?"),
+    ("I have a job interview.", "Good luck. What is the job?", "Nurse at a school. How do I prepare?"),
+    ("My plants are dying.", "Which plants are they?", "A fern and a basil. How much water do they need?"),
+    ("I want to save money.", "Do you know what you spend it on?", "Not really. How do I find out?"),
+    ("My son is afraid of the dark.", "How old is he?", "Four. How can I help him at bedtime?"),
+    ("I would like to run 10 km.", "How far can you run now?", "Two kilometres. Can you make me a plan?"),
+    ("Our office is too loud.", "How many people share it?", "Eight. What could we change?"),
+)
+
+
+class BenchPrompt(Struct, frozen=True):
+    """What is asked. Sampled where people sample, greedy where they want one right answer."""
+
+    messages: tuple[dict[str, Any], ...]
+    temperature: float = 0.0
+    prediction: str | None = None
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        """For a request."""
+        return ChatPrompt(self.messages)
+
+    def params(self, max_tokens: int, seed: int) -> SamplingParams:
+        """For a request; the answer may end before `max_tokens`."""
+        return SamplingParams(temperature=self.temperature, seed=seed, max_tokens=max_tokens)
+
+
+def plan_of(kind: str) -> SpeculationPlan:
+    """Who drafts in a kind of traffic, as a tenant's file would say."""
+    proposers = ("prediction", "ngram") if kind == LONG_EDIT else ("ngram",)
+    return SpeculationPlan(max_draft=MAX_DRAFT, proposers=proposers)
+
+
+def prompts() -> dict[str, list[BenchPrompt]]:
+    """Ten prompts of each kind."""
+    passages = list(zip(PASSAGES, QUESTIONS, strict=True))
+    edits = zip(CODE, RENAMES, strict=True)
+    return {
+        "free writing": [_ask(f"Write a short story about {story}.", temperature=0.8) for story in STORIES],
+        "chat": [_talk(*talk) for talk in TALKS],
+        "questions": [
+            _ask(f"{text}\n\nAnswer from the text above: {question}") for text, question in passages
+        ],
+        "summary": [_ask(f"Sum up this text in three sentences.\n\n{text}") for text in PASSAGES],
+        "code editing": [_ask(_edit(code, *names)) for code, names in edits],
+        "JSON extraction": [
+            _ask(
+                "Give the data below as a JSON list of objects with the keys"
+                f" {keys}. Copy the values as they stand.\n\n{text}"
+            )
+            for keys, text in RECORDS
+        ],
+    }
+
+
+def long_edits() -> list[BenchPrompt]:
+    """Long texts, each predicted as it was before a small edit.
+
+    A model this small does not rename reliably, so it is given the edited text to repeat, and the
+    prediction is the text before: the answer differs from it in the edit, whatever the model does.
+    """
+    texts = [(CODE[i] + "\n\n" + CODE[i + 2] + "\n\n" + CODE[i + 5], RENAMES[i]) for i in (0, 1, 3, 4)]
+    return [
+        BenchPrompt(
+            _user(f"Give back this code as it is, and nothing else.\n\n```\n{text.replace(*names)}```"),
+            prediction=f"```\n{text}```",
+        )
+        for text, names in texts
+    ]
+
+
+def _edit(code: str, old: str, new: str) -> str:
+    return f"Rename `{old}` to `{new}` in this code and give back the whole code.\n\n```\n{code}```"
+
+
+def _ask(text: str, *, temperature: float = 0.0) -> BenchPrompt:
+    return BenchPrompt(_user(text), temperature)
+
+
+def _talk(first: str, reply: str, second: str) -> BenchPrompt:
+    return BenchPrompt((*_user(first), {"role": "assistant", "content": reply}, *_user(second)), 0.8)
+
+
+def _user(text: str) -> tuple[dict[str, Any], ...]:
+    return ({"role": "user", "content": text},)
