@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots
 from ..layout import FULL, BlockLayout, CacheFormat
 from . import attention, commit, demote, linear, mass, merge, rms_norm, rope, rotate, sample, silu_mul
+from .linear import DenseLinear
 
 HEAD_DIMS = range(16, 257, 8)
 """Multiples of 8 keep the layout's planes aligned for every format; 16 is a matrix instruction's depth."""
@@ -32,13 +33,25 @@ class TritonOps:
 
     def prepare_linear(
         self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None
-    ) -> linear.DenseLinear:
+    ) -> DenseLinear:
         """Groups become numbers of the activations' dtype."""
         return linear.prepare_linear(weight, bias, self._dtype)
 
-    def linear(self, x: Tensor, weight: linear.DenseLinear) -> Tensor:
+    def linear(self, x: Tensor, weight: DenseLinear) -> Tensor:
         """The product is taken in the weight's dtype, the result returned in `x`'s."""
         return self._linear(x, weight)
+
+    def embed(self, numbers: Tensor, weight: DenseLinear) -> Tensor:
+        """Gathered by torch."""
+        return weight.weight.index_select(0, numbers).float()
+
+    def take(self, table: Tensor, numbers: Tensor) -> Tensor:
+        """Gathered by torch."""
+        return table.index_select(0, numbers)
+
+    def finite_rows(self, x: Tensor) -> Tensor:
+        """By torch: a NaN or an infinity survives every sum."""
+        return x.sum(-1).isfinite()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """In the activations' dtype."""
@@ -47,6 +60,10 @@ class TritonOps:
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual` in float32, the norm in the activations' dtype."""
         return rms_norm.add_rms_norm(residual, x, weight, eps, self._dtype)
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """Heads are rows to the kernel."""
+        x.copy_(rms_norm.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, x.dtype).view_as(x))
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`cos` and `sin` in float32."""
@@ -108,6 +125,12 @@ class TritonOps:
         """The same for the step's own rows."""
         return mass.present_mass(q, k, cu_rows, scale, observed)
 
+    def keep(self, k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor) -> None:
+        """Copies by torch, which rounds."""
+        for rows, kept in ((k, kept_k), (v, kept_v)):
+            kept.copy_(rows)
+            rows.copy_(kept)
+
     def commit(
         self,
         cache: Tensor,
@@ -128,3 +151,6 @@ class TritonOps:
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """No host synchronisation: all launches are made whatever the rows' filters are."""
         return sample.sample(logits, rows)
+
+    def record(self, forward: Callable[[], Tensor]) -> None:
+        """Launches are not noted down here."""

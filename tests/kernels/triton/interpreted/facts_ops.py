@@ -74,3 +74,27 @@ def test_a_decoder_step_is_the_references(dtype: torch.dtype, batch_invariant: b
     }
     for name, x in actual.items():
         assert_close(name, x, expected[name].double(), dtype)
+
+
+def test_lookups_and_copies_are_the_references() -> None:
+    """What torch does for the set is what the reference does: rows of matrices and tables, finite rows, the
+    norm of heads, and rounding on the way to the step's buffer.
+    """
+    ops, reference = TritonOps(torch.float32), ReferenceOps()
+    matrix, numbers = torch.randn(9, 64), torch.tensor([8, 0, 3])
+    assert torch.equal(
+        ops.embed(numbers, ops.prepare_linear(matrix)),
+        reference.embed(numbers, reference.prepare_linear(matrix)),
+    )
+    assert torch.equal(ops.take(matrix, numbers), reference.take(matrix, numbers))
+    matrix[2, 5], matrix[4, 0] = float("nan"), -float("inf")
+    assert torch.equal(ops.finite_rows(matrix), reference.finite_rows(matrix))
+    ours, theirs = (torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    weight = torch.rand(64) + 0.5
+    ops.norm_heads(ours, weight, 1e-5)
+    reference.norm_heads(theirs, weight, 1e-5)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    kept = [torch.empty(3, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+    ops.keep(ours, theirs, *kept)
+    assert torch.equal(ours, kept[0].float())
+    assert torch.equal(theirs, kept[1].float())
