@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from filelock import FileLock
 
 from surefoot.backends.catalog import locate_model
@@ -14,6 +16,17 @@ from surefoot.backends.engine.start import EngineOptions, load_parts
 from surefoot.kernels.select import select_ops
 
 from .server_process import ServerProcess
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were() -> Iterator[None]:
+    """A command that a test runs in this process sets logging up for a stream that closes with the test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
