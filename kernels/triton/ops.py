@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ..base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots
 from ..layout import FULL, BlockLayout, CacheFormat
+from ..plain import PlainOps
 from . import attention, commit, demote, linear, mass, merge, rms_norm, rope, rotate, sample, silu_mul
 
 HEAD_DIMS = range(16, 257, 8)
 """Multiples of 8 keep the layout's planes aligned for every format; 16 is a matrix instruction's depth."""
 
 
-class TritonOps:
+class TritonOps(PlainOps):
     """The ops on a GPU. Rows may be strided; the last dimension is contiguous.
 
     Norms return `dtype`, and each op what it was given: so activations are in `dtype` between the residual
@@ -47,6 +48,10 @@ class TritonOps:
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual` in float32, the norm in the activations' dtype."""
         return rms_norm.add_rms_norm(residual, x, weight, eps, self._dtype)
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """By way of a copy."""
+        x.copy_(self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape))
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`cos` and `sin` in float32."""
