@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -16,6 +16,7 @@ from .codes import Codes, quantise, rotate
 from .codes import dequantise as dequantise_codes
 from .layout import FULL, BlockLayout, CacheFormat
 from .noise import gumbel_noise
+from .plain import PlainOps
 from .weights import GroupWeight, dequantise
 
 
@@ -26,7 +27,7 @@ class DenseWeight(Struct, frozen=True):
     bias: Tensor | None
 
 
-class ReferenceOps:
+class ReferenceOps(PlainOps):
     """The plain op set, on any device."""
 
     name = "reference"
@@ -43,18 +44,6 @@ class ReferenceOps:
     def linear(self, x: Tensor, weight: DenseWeight) -> Tensor:
         """The product is taken in the weight's dtype, the result returned in `x`'s."""
         return F.linear(x.to(weight.weight.dtype), weight.weight, weight.bias).to(x.dtype)
-
-    def embed(self, numbers: Tensor, weight: DenseWeight) -> Tensor:
-        """Widened, if the weight is in 16 bits."""
-        return weight.weight.index_select(0, numbers).float()
-
-    def take(self, table: Tensor, numbers: Tensor) -> Tensor:
-        """As they are."""
-        return table.index_select(0, numbers)
-
-    def finite_rows(self, x: Tensor) -> Tensor:
-        """Looks at every number."""
-        return x.isfinite().all(-1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Zhang and Sennrich 2019, arXiv 1910.07467."""
@@ -170,12 +159,6 @@ class ReferenceOps:
             own[:, : len(seen)] = _mass(q[row], seen, scale, observed.lse[row])
         return mass
 
-    def keep(self, k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor) -> None:
-        """Through the kept rows and back."""
-        for rows, kept in ((k, kept_k), (v, kept_v)):
-            kept.copy_(rows)
-            rows.copy_(kept)
-
     def commit(
         self,
         cache: Tensor,
@@ -214,9 +197,6 @@ class ReferenceOps:
             noise = gumbel_noise(int(rows.seed[r]), int(rows.choice[r]), int(rows.position[r]), len(scaled))
             tokens[r] = (scaled + noise.to(scaled.device)).argmax()
         return tokens
-
-    def record(self, forward: Callable[[], Tensor]) -> None:
-        """There are no kernels of ours to note down."""
 
 
 def _slots(past: Past, sequence: int, layout: BlockLayout) -> Slots:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .attention import BF16, F16, F32_
 from .forms import Emitter
+from .present import BF16, F16, F32_
 from .vector import (
     ADDRESS,
     F32,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from ..base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots, in_fold_order
 from ..codes import rotation_size
 from ..layout import BLOCK_TOKENS, FULL, BlockLayout, CacheFormat
-from ..weights import GroupWeight, concat
 from . import attention, linear, lookup, mass, pack, quantised, rowwise, sample, states
 from . import cache as cache_kernels
+from . import present as packed_present
 from .forms import host_form
 from .launch import Launcher, Progress, Stage
 from .program import LaunchesOnly, NotLaunches, Program, Workspace
@@ -23,9 +21,11 @@ from .program import LaunchesOnly, NotLaunches, Program, Workspace
 FEW_ROWS = 4
 """Up to here a row-wise op is done before another thread has woken."""
 
-_GROUP_KINDS = {"q4_0": linear.Q4_0, "q4_1": linear.Q4_1, "q8_0": linear.Q8_0}
-_DENSE_KINDS = {torch.float32: linear.F32_, torch.bfloat16: linear.BF16, torch.float16: linear.F16}
-_ELEMENT_KINDS = {torch.float32: attention.F32_, torch.bfloat16: attention.BF16, torch.float16: attention.F16}
+_ELEMENT_KINDS = {
+    torch.float32: packed_present.F32_,
+    torch.bfloat16: packed_present.BF16,
+    torch.float16: packed_present.F16,
+}
 
 _TAPES = {
     "linear_few": (Stage(linear.quantise_rows, False), Stage(linear.linear)),
@@ -52,13 +52,13 @@ _TAPES = {
     "past_few": (Stage(attention.attend), Stage(attention.fold, False)),
     "past": (Stage(attention.attend), Stage(attention.fold)),
     "present_few": (
-        Stage(attention.pack_present, False),
+        Stage(packed_present.pack_present, False),
         Stage(attention.attend, False),
         Stage(attention.fold, False),
     ),
-    "present": (Stage(attention.pack_present), Stage(attention.attend), Stage(attention.fold)),
+    "present": (Stage(packed_present.pack_present), Stage(attention.attend), Stage(attention.fold)),
     "attention_few": (
-        Stage(attention.pack_present, False),
+        Stage(packed_present.pack_present, False),
         Stage(attention.attend),
         Stage(attention.fold, False),
     ),
@@ -71,27 +71,6 @@ _TAPES = {
     "sample": (Stage(sample.sample),),
 }
 """What each op runs; `_few` is for few rows."""
-
-
-class PackedWeight(Struct, frozen=True, kw_only=True):
-    """A weight in panels, for outputs of its layer from `first_out` on; `width` is in groups or in inputs."""
-
-    kind: int
-    panels: Tensor
-    panel_bytes: int
-    first_out: int
-    num_out: int
-    width: int
-    grouped: bool
-    bias: Tensor | None
-
-
-class PackedLinear(Struct, frozen=True, kw_only=True):
-    """What `linear` takes: one weight, or several of different formats side by side."""
-
-    parts: tuple[PackedWeight, ...]
-    num_in: int
-    num_out: int
 
 
 class _Cached:
@@ -136,21 +115,11 @@ class CpuOps:
 
     def prepare_linear(
         self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None
-    ) -> PackedLinear:
+    ) -> pack.PackedLinear:
         """Pack into panels; neighbours of one format become one weight."""
-        weights = [weight] if isinstance(weight, (Tensor, GroupWeight)) else list(weight)
-        parts: list[PackedWeight] = []
-        for _, run in groupby(weights, key=_format):
-            first = parts[-1].first_out + parts[-1].num_out if parts else 0
-            parts.append(_pack(list(run), first, bias))
-        widths = {_num_in(w) for w in weights}
-        if len(widths) != 1:
-            raise ValueError(f"weights of one layer have one input width, not {sorted(widths)}")
-        return PackedLinear(
-            parts=tuple(parts), num_in=widths.pop(), num_out=parts[-1].first_out + parts[-1].num_out
-        )
+        return pack.pack_layer(weight, bias)
 
-    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+    def linear(self, x: Tensor, weight: pack.PackedLinear) -> Tensor:
         """Group formats quantise the activations per row and group of 32."""
         rows = x.shape[0]
         assert x.dtype == torch.float32
@@ -177,7 +146,7 @@ class CpuOps:
             self._run(tape, source, stride, rows, part.width, quantised.data_ptr(), group_bytes, *tail)
         return out
 
-    def embed(self, numbers: Tensor, weight: PackedLinear) -> Tensor:
+    def embed(self, numbers: Tensor, weight: pack.PackedLinear) -> Tensor:
         """Read from the panels, so that no second copy of the matrix is needed."""
         (part,) = weight.parts
         assert numbers.dtype == torch.int64
@@ -498,7 +467,7 @@ class CpuOps:
         packed_at = 0
         if present is not None:
             k, v = (t.float() for t in present)
-            num_blocks = attention.num_packed_blocks(rows, sequences)
+            num_blocks = packed_present.num_packed_blocks(rows, sequences)
             packed = self._empty(num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS)
             packed_at = packed.data_ptr()
             present_args = (k.data_ptr(), 4 * k.stride(0), v.data_ptr(), 4 * v.stride(0))
@@ -598,43 +567,3 @@ def _observed_args(q: Tensor, observed: Observed, sequences: Tensor, num_kv_head
 def _sequences(cu_rows: Tensor, observed: Observed) -> Tensor:
     """The sequence that each observed row belongs to."""
     return torch.searchsorted(cu_rows, observed.rows, right=True, out_int32=True) - 1
-
-
-def _format(weight: AnyWeight) -> str:
-    return str(weight.dtype) if isinstance(weight, Tensor) else weight.kind
-
-
-def _num_in(weight: AnyWeight) -> int:
-    return int(weight.shape[1]) if isinstance(weight, Tensor) else weight.num_in
-
-
-def _pack(weights: list[AnyWeight], first_out: int, bias: Tensor | None) -> PackedWeight:
-    """One run of weights of one format."""
-    groups = [w for w in weights if isinstance(w, GroupWeight)]
-    if groups:
-        whole = concat(groups)
-        kind, panels, width, num_out = (
-            _GROUP_KINDS[whole.kind],
-            pack.pack_groups(whole),
-            whole.num_groups,
-            whole.num_out,
-        )
-    else:
-        dense = torch.cat([w for w in weights if isinstance(w, Tensor)])
-        kind, panels, width, num_out = (
-            _DENSE_KINDS[dense.dtype],
-            pack.pack_dense(dense),
-            dense.shape[1],
-            dense.shape[0],
-        )
-    own_bias = None if bias is None else pack.pack_bias(bias[first_out : first_out + num_out])
-    return PackedWeight(
-        kind=kind,
-        panels=panels,
-        panel_bytes=panels[0].numel() * panels.element_size(),
-        first_out=first_out,
-        num_out=num_out,
-        width=width,
-        grouped=bool(groups),
-        bias=own_bias,
-    )

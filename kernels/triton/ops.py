@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots
 from ..layout import FULL, BlockLayout, CacheFormat
+from ..plain import PlainOps
 from . import attention, commit, demote, linear, mass, merge, rms_norm, rope, rotate, sample, silu_mul
 from .linear import DenseLinear
 
@@ -16,7 +17,7 @@ HEAD_DIMS = range(16, 257, 8)
 """Multiples of 8 keep the layout's planes aligned for every format; 16 is a matrix instruction's depth."""
 
 
-class TritonOps:
+class TritonOps(PlainOps):
     """The ops on a GPU. Rows may be strided; the last dimension is contiguous.
 
     Norms return `dtype`, and each op what it was given: so activations are in `dtype` between the residual
@@ -40,18 +41,6 @@ class TritonOps:
     def linear(self, x: Tensor, weight: DenseLinear) -> Tensor:
         """The product is taken in the weight's dtype, the result returned in `x`'s."""
         return self._linear(x, weight)
-
-    def embed(self, numbers: Tensor, weight: DenseLinear) -> Tensor:
-        """Gathered by torch."""
-        return weight.weight.index_select(0, numbers).float()
-
-    def take(self, table: Tensor, numbers: Tensor) -> Tensor:
-        """Gathered by torch."""
-        return table.index_select(0, numbers)
-
-    def finite_rows(self, x: Tensor) -> Tensor:
-        """By torch: a NaN or an infinity survives every sum."""
-        return x.sum(-1).isfinite()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """In the activations' dtype."""
@@ -125,12 +114,6 @@ class TritonOps:
         """The same for the step's own rows."""
         return mass.present_mass(q, k, cu_rows, scale, observed)
 
-    def keep(self, k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor) -> None:
-        """Copies by torch, which rounds."""
-        for rows, kept in ((k, kept_k), (v, kept_v)):
-            kept.copy_(rows)
-            rows.copy_(kept)
-
     def commit(
         self,
         cache: Tensor,
@@ -151,6 +134,3 @@ class TritonOps:
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """No host synchronisation: all launches are made whatever the rows' filters are."""
         return sample.sample(logits, rows)
-
-    def record(self, forward: Callable[[], Tensor]) -> None:
-        """Launches are not noted down here."""

@@ -125,7 +125,7 @@ def _measure_kind(
     job: Job, engine: Engine, parts: EngineParts, kind: str, asked: Sequence[BenchPrompt], batch: int
 ) -> Row:
     max_tokens = LONG_EDIT_TOKENS if kind == LONG_EDIT else job.output_tokens
-    pairs = []
+    pairs: list[Pair] = []
     for number in range(ROUNDS.get(batch, 2) + job.more_rounds):
         for first in range(0, len(asked), batch):
             group = [
