@@ -27,10 +27,11 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench-main bench-classes bench-prefix bench-scheduler bench-tenants peers bench-peers kernels-table lock clean
+.PHONY: help serve test check format lock clean bench-main bench-classes bench-prefix bench-scheduler bench-speculation \
+	bench-draft-lengths bench-tenants peers bench-peers kernels-table
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(RUNTIME) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@exec $(BIN)/surefoot serve $(ARGS)
@@ -65,6 +66,12 @@ bench-classes: $(RUNTIME) ## Measure promises under a flood, and a cache too sma
 
 bench-scheduler: $(RUNTIME) ## Measure what deciding a step costs (ARGS="--waiting 500 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_scheduler $(ARGS)
+
+bench-speculation: $(RUNTIME) ## Measure speculation against none, by kind of traffic (ARGS="--output FILE ...")
+	@$(BIN)/python -m surefoot.backends.engine.speculation.bench_kinds $(ARGS)
+
+bench-draft-lengths: $(RUNTIME) ## Measure steps, and replay draft lengths on them (ARGS="--folder docs ...")
+	@$(BIN)/python -m surefoot.backends.engine.speculation.bench_lengths $(ARGS)
 
 peers: $(PEERS) ## Build llama.cpp, to be compared with (10 to 20 minutes; JOBS=2)
 

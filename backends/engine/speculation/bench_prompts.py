@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from msgspec import Struct
@@ -12,6 +13,9 @@ from .bench_texts import CODE, PASSAGES, QUESTIONS, RECORDS, RENAMES
 
 MAX_DRAFT = 16
 LONG_EDIT = "long edit, predicted"
+
+SMALL_CODE = "def area(width, height):\n    return width * height\n"
+"""Of the example turn."""
 
 STORIES = (
     "a lighthouse keeper who finds a letter in a bottle",
@@ -82,14 +86,8 @@ def prompts() -> dict[str, list[BenchPrompt]]:
             _ask(f"{text}\n\nAnswer from the text above: {question}") for text, question in passages
         ],
         "summary": [_ask(f"Sum up this text in three sentences.\n\n{text}") for text in PASSAGES],
-        "code editing": [_ask(_edit(code, *names)) for code, names in edits],
-        "JSON extraction": [
-            _ask(
-                "Give the data below as a JSON list of objects with the keys"
-                f" {keys}. Copy the values as they stand.\n\n{text}"
-            )
-            for keys, text in RECORDS
-        ],
+        "code editing": [_edit(code, *names) for code, names in edits],
+        "JSON extraction": [_extract(*record) for record in RECORDS],
     }
 
 
@@ -99,18 +97,39 @@ def long_edits() -> list[BenchPrompt]:
     A model this small does not rename reliably, so it is given the edited text to repeat, and the
     prediction is the text before: the answer differs from it in the edit, whatever the model does.
     """
-    texts = [(CODE[i] + "\n\n" + CODE[i + 2] + "\n\n" + CODE[i + 5], RENAMES[i]) for i in (0, 1, 3, 4)]
+    texts = [(CODE[i] + "\n\n" + CODE[k], RENAMES[i]) for i, k in ((0, 2), (2, 5), (5, 8), (8, 0))]
+    task = "Give back this code as it is.\n\n"
     return [
-        BenchPrompt(
-            _user(f"Give back this code as it is, and nothing else.\n\n```\n{text.replace(*names)}```"),
-            prediction=f"```\n{text}```",
+        _shown(
+            task + _block(SMALL_CODE),
+            _block(SMALL_CODE),
+            task + _block(text.replace(*names)),
+            prediction=_block(text),
         )
         for text, names in texts
     ]
 
 
-def _edit(code: str, old: str, new: str) -> str:
-    return f"Rename `{old}` to `{new}` in this code and give back the whole code.\n\n```\n{code}```"
+def _edit(code: str, old: str, new: str) -> BenchPrompt:
+    task = "Rename `{}` to `{}` in this code and give back the whole code.\n\n"
+    return _shown(
+        task.format("area", "size") + _block(SMALL_CODE),
+        _block(SMALL_CODE.replace("area", "size")),
+        task.format(old, new) + _block(code),
+    )
+
+
+def _extract(shown_json: str, shown: str, text: str) -> BenchPrompt:
+    keys = ", ".join(json.loads(shown_json))
+    task = f"Give the data below as JSON, an object with the keys {keys} for each line.\n\n"
+    return _shown(task + shown, shown_json, task + text)
+
+
+def _shown(question: str, answer: str, asked: str, *, prediction: str | None = None) -> BenchPrompt:
+    """With an example, as one asks a small model."""
+    return BenchPrompt(
+        (*_user(question), {"role": "assistant", "content": answer}, *_user(asked)), prediction=prediction
+    )
 
 
 def _ask(text: str, *, temperature: float = 0.0) -> BenchPrompt:
@@ -123,3 +142,7 @@ def _talk(first: str, reply: str, second: str) -> BenchPrompt:
 
 def _user(text: str) -> tuple[dict[str, Any], ...]:
     return ({"role": "user", "content": text},)
+
+
+def _block(code: str) -> str:
+    return f"```\n{code}```"

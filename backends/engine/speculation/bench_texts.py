@@ -278,61 +278,71 @@ RENAMES = (
 
 RECORDS = (
     (
-        "name, company, email",
+        '{"name": "Carla Ruiz", "company": "Blue Door Architects", "email": "ruiz@bluedoor.example"}',
+        "Carla Ruiz of Blue Door Architects, ruiz@bluedoor.example",
         """Martha Oldfield of Brightwater Logistics, martha.oldfield@brightwater.example
 Jonas Petersen of Petersen and Sons Joinery, jonas@petersen-joinery.example
 Aiko Tanabe of Harbour Light Publishing, tanabe@harbourlight.example""",
     ),
     (
-        "product, price, quantity",
+        '{"product": "desk lamps with a clamp", "price": 27.50, "quantity": 8}',
+        "8 desk lamps with a clamp at 27.50 euros each",
         """12 boxes of recycled printing paper at 4.90 euros each
 3 adjustable standing desks at 389.00 euros each
 40 packets of whiteboard markers at 2.35 euros each""",
     ),
     (
-        "title, author, year",
+        '{"title": "Letters from the Ferry", "author": "Sven Aalto", "year": 1974}',
+        "Letters from the Ferry, written by Sven Aalto in 1974",
         """The Salt Road to Kemlin, written by Edith Marlowe in 1962
 A Short History of Lighthouses, written by Thomas Arkwright in 1988
 Gardens without Water, written by Leila Haddad in 2015""",
     ),
     (
-        "flight, departure, destination",
+        '{"flight": "NW 105", "departure": "06:10", "destination": "Valencia"}',
+        "Flight NW 105 leaves Antwerp at 06:10 for Valencia",
         """Flight NW 412 leaves Hamburg at 07:25 for Lisbon
 Flight NW 633 leaves Copenhagen at 11:40 for Thessaloniki
 Flight NW 871 leaves Manchester at 19:05 for Reykjavik""",
     ),
     (
-        "patient, symptom, medicine",
+        '{"patient": "Ms Okafor", "symptom": "an itching rash on both arms", "medicine": "cortisone cream"}',
+        "Ms Okafor has an itching rash on both arms and gets cortisone cream",
         """Mr Adeyemi has had a dry cough for two weeks and gets codeine drops
 Mrs Lindqvist suffers from migraine with aura and gets sumatriptan
 Mr Castellano has a swollen left ankle and gets ibuprofen gel""",
     ),
     (
-        "time, level, message",
+        '{"time": "2024-05-02T08:13:55", "level": "INFO", "message": "job 417 of queue reports started"}',
+        "2024-05-02T08:13:55 INFO job 417 of queue reports started",
         """2024-05-02T08:14:07 ERROR connection to database lost after 30 seconds
 2024-05-02T08:14:09 WARNING retrying connection to database, attempt 2 of 5
 2024-05-02T08:14:12 INFO connection to database established""",
     ),
     (
-        "species, length, habitat",
+        '{"species": "common bream", "length": "70 centimetres", "habitat": "slow rivers"}',
+        "The common bream grows to 70 centimetres and lives in slow rivers",
         """The northern pike grows to 120 centimetres and lives in weedy lakes
 The brown trout grows to 60 centimetres and lives in cold streams
 The European eel grows to 90 centimetres and lives in muddy rivers""",
     ),
     (
-        "event, date, place",
+        '{"event": "winter reading", "date": "9 January", "place": "the back room of the Red Lion"}',
+        "The winter reading is on 9 January in the back room of the Red Lion",
         """The spring concert is on 12 April in the Church of Saint Nicholas
 The summer market is on 21 June in the courtyard of the old brewery
 The autumn lecture is on 4 October in the reading room of the town library""",
     ),
     (
-        "invoice, customer, amount",
+        '{"invoice": "2024-0380", "customer": "Old Town Bicycle Workshop", "amount": "412.30 euros"}',
+        "Invoice 2024-0380 to Old Town Bicycle Workshop over 412.30 euros",
         """Invoice 2024-0381 to Greenfield Dairy Cooperative over 1,284.50 euros
 Invoice 2024-0382 to Mountain View Dental Practice over 640.00 euros
 Invoice 2024-0383 to Riverside Community Theatre over 2,917.80 euros""",
     ),
     (
-        "team, opponent, result",
+        '{"team": "Foxes of Kingsport", "opponent": "Wolves of Eastvale", "result": "2 to 1"}',
+        "The Foxes of Kingsport won against the Wolves of Eastvale by 2 to 1",
         """The Falcons of Westbridge won against the Otters of Lakeside by 3 to 1
 The Rovers of Millbrook drew with the Badgers of Highfield at 2 to 2
 The Herons of Seaton lost against the Lynxes of Northgate by 0 to 4""",

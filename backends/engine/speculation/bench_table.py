@@ -1,0 +1,111 @@
+"""What a step takes on this machine, by batch size and verified rows: measured on the real engine."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from msgspec import Struct
+
+from surefoot.backends.types import GenerateRequest, SamplingParams, ServingPlan, SpeculationPlan, TokenPrompt
+
+from ..backend import EngineParts
+from ..cost_model import CostModel, StepCost
+from ..engine import Engine
+from ..sequence import Request
+from ..settings import EngineSettings
+from .bench_engine import MIB, make_bench_engine, say
+from .settings import SpeculationSettings
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+STEPS_EACH = 5
+NUM_PROMPT_TOKENS = 64
+
+
+class StepTable(Struct, frozen=True, kw_only=True):
+    """Seconds of a step in which `batch` sequences verify `rows` rows in all, as pairs of rows and seconds.
+
+    More rows never take less time: where noise says so, the larger time stands.
+    """
+
+    seconds: dict[int, list[tuple[int, float]]]
+
+    def step_s(self, batch: int, num_rows: int) -> float:
+        """Between measured numbers of rows time is proportional to them."""
+        points = self.seconds[batch]
+        place = min(max(bisect_right(points, num_rows, key=lambda point: point[0]), 1), len(points) - 1)
+        (low, below), (high, above) = points[place - 1], points[place]
+        return below + (above - below) * (num_rows - low) / (high - low)
+
+
+def table_of(samples: dict[int, list[tuple[int, float]]]) -> StepTable:
+    """From rows and seconds by batch, in rising order of rows."""
+    rising = {}
+    for batch, points in samples.items():
+        longest = 0.0
+        rising[batch] = [(rows, longest := max(longest, seconds)) for rows, seconds in points]
+    return StepTable(seconds=rising)
+
+
+def load_table(file: Path) -> StepTable:
+    """One that was stored."""
+    return msgspec.json.decode(file.read_bytes(), type=StepTable, strict=False)
+
+
+def measure_table(parts: EngineParts) -> StepTable:
+    """Run every batch size with drafts of every length, all of which are accepted whatever they are."""
+    settings = EngineSettings(
+        cache_bytes=512 * MIB,
+        max_sequences=max(BATCHES),
+        max_batched_tokens=max(BATCHES) * (1 + max(LENGTHS)),
+        headroom=0.0,
+        prefix_cache=False,
+        speculation=SpeculationSettings(synthetic_acceptance=(1.0,)),
+    )
+    engine = make_bench_engine(parts, settings)
+    make_eager(engine.costs)
+    samples: dict[int, list[tuple[int, float]]] = {}
+    for batch in BATCHES:
+        say(f"steps of {batch} sequences with drafts of 0 to {max(LENGTHS)} tokens ...")
+        samples[batch] = [
+            (batch * (1 + length), median(_step_seconds(engine, batch, length))) for length in LENGTHS
+        ]
+    return table_of(samples)
+
+
+def make_eager(costs: CostModel) -> None:
+    """Costs that make every draft pay, whatever it is worth."""
+    costs.frozen = True
+    costs.refit(StepCost(fixed_s=1.0, row_s=1e-9, further_row_s=1e-9, sequence_s=0.0, context_s=0.0))
+
+
+def _step_seconds(engine: Engine, batch: int, length: int) -> Iterator[float]:
+    for request in _requests(batch, length):
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        sample = engine.last_step
+        # Prefills have more rows than they sample from.
+        if sample is not None and sample.shape.num_rows == sample.shape.num_sequences == batch * (1 + length):
+            yield sample.seconds
+
+
+def _requests(batch: int, length: int) -> Iterator[Request]:
+    """As many as run together, each long enough for the steps and a last one that is shorter."""
+    for number in range(batch):
+        prompt = tuple(
+            1000 + (number * NUM_PROMPT_TOKENS + place) % 20_000 for place in range(NUM_PROMPT_TOKENS)
+        )
+        max_tokens = STEPS_EACH * (1 + length) + 2
+        message = GenerateRequest(
+            request_id="table",
+            model="",
+            prompt=TokenPrompt(prompt),
+            params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
+            plan=ServingPlan(name="table", speculation=SpeculationPlan(max_draft=length)),
+        )
+        yield Request(message, prompt, key=number, max_tokens=max_tokens, seed=number, arrived_s=0.0)
