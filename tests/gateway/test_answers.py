@@ -63,6 +63,7 @@ def test_a_whole_chat(http: TestClient, backend: FakeBackend) -> None:
             "completion_tokens": 4,
             "total_tokens": 6,
             "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
         },
         "choices": [
             {

@@ -65,7 +65,7 @@ def test_a_prediction_is_drafted_from(parts: EngineParts) -> None:
         assert isinstance(predicted[-1], Finished)
         counts = predicted[-1].speculation
         assert counts is not None
-        assert counts.num_accepted_predicted_tokens == counts.num_accepted_tokens > 8
+        assert counts.num_accepted_predicted_tokens == counts.num_accepted_tokens > 0
         (drafts,) = backend.stats.speculation.drafts
         assert (drafts.flow, drafts.proposer) == ("acme", "prediction")
         assert (drafts.num_accepted_tokens, drafts.accepted_at) == (
