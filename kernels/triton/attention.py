@@ -24,12 +24,12 @@ from .splits import (
     MAX_FULL_M,
     MAX_PROGRAMS,
     SPLIT_BLOCKS,
-    SPLIT_OPTIONS,
     SPLIT_STAGES,
     SPLIT_WARPS,
     TILE_TOKENS,
     TILE_WORDS,
     attend_splits,
+    split_options,
 )
 from .tiles import (
     MIN_DOT,
@@ -181,6 +181,7 @@ def _attend_few(call: _Call) -> None:
         average = triton.cdiv(q.shape[0], call.num_sequences)
         is_full = all(p.format.is_full for p in committed.pasts)
         constants = _split_constants(committed.layout, call.group, min(few, average), few, is_full)
+        options = split_options([p.format.v_bits for p in committed.pasts], constants["BLOCK_M"])
         tiles = constants["ROW_TILES"]
         others = tiles * call.num_kv_heads * call.num_sequences
         turns = max(1, min(num_splits, MAX_PROGRAMS // others))
@@ -201,7 +202,7 @@ def _attend_few(call: _Call) -> None:
             scale=call.scale,
             PARTS=_parts(call),
             **constants,
-            **launch_options(SPLIT_WARPS, SPLIT_STAGES, SPLIT_OPTIONS),
+            **launch_options(SPLIT_WARPS, SPLIT_STAGES, options),
         )
     args = _shared_args(call)
     del args["slot_positions"], args["position_width"]
@@ -319,11 +320,10 @@ def aot_cases() -> list[AotCase]:
     """The heads of Llama-3.1-8B and of SmolLM2-135M in bfloat16, and the mixes of formats that plans make."""
     llama = BlockLayout(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     small = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
-    one_format = [(f,) for f in FORMATS]
     return [
-        *(_split_case(llama, 4, 1, formats) for formats in [*one_format, (INT4, FULL)]),
+        *(_split_case(llama, 4, 1, formats) for formats in [*((f,) for f in FORMATS), (INT4, FULL)]),
         _split_case(llama, 4, 9, (FULL,)),
-        *(_split_case(small, 3, 1, formats) for formats in one_format),
+        *(_split_case(small, 3, 1, (f,)) for f in (FULL, INT4)),
         _fold_case(llama, 4, 1, (INT4, FULL)),
         _fold_case(llama, 4, 9, (INT4, FULL)),
         _fold_case(small, 3, 1, (FULL,)),
@@ -381,12 +381,14 @@ def _case(
 
 def _split_case(layout: BlockLayout, group: int, rows: int, formats: tuple[CacheFormat, ...]) -> AotCase:
     parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
+    constants = _split_constants(layout, group, rows, rows, formats == (FULL,))
+    options = split_options([f.v_bits for f in formats], constants["BLOCK_M"])
     return _case(
         _case_name("attend_splits", layout, rows, formats),
         attend_splits,
         formats,
-        window_args(None) | parts | _split_constants(layout, group, rows, rows, formats == (FULL,)),
-        (SPLIT_WARPS, SPLIT_STAGES, SPLIT_OPTIONS),
+        window_args(None) | parts | constants,
+        (SPLIT_WARPS, SPLIT_STAGES, options),
         decode=True,
     )
 

@@ -21,11 +21,13 @@ it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 
 from .tiles import (
+    MIN_DOT,
     advance,
     bias,
     keys,
@@ -62,15 +64,20 @@ TILE_WORDS = 32
 SPLIT_STAGES = 3
 """Two tiles in flight, and one being worked on."""
 
-SPLIT_OPTIONS = {"cuda": {"maxnreg": 255}, "hip": {"num_stages": 2}}
-"""Without a bound of its own ptxas may spill to fit three programs on a processor. 3 stages would spill, and
-take more shared memory than there is, on gfx942.
-"""
-
 MAX_FULL_M = 32
 """Most query vectors of a tile, if the past is in full precision. Quantised ones have 16: their registers are
 full. More rows make more tiles, side by side in the grid so that they find keys in the second-level cache.
 """
+
+
+def split_options(v_bits: Sequence[int], block_m: int) -> dict[str, dict[str, int]]:
+    """Launch options by the formats of a past and the tile. With 4 bits, or 32 query vectors, ptxas would
+    rather spill a few bytes than use more than a third of the registers, unless it is told that it may; the
+    others it would give more than they need. On gfx942 more than 1 stage of codes
+    spills, and 3 of int8 take more than 64 KiB.
+    """
+    bound = {"maxnreg": 255} if 4 in v_bits or block_m > MIN_DOT else {}
+    return {"cuda": bound, "hip": {"num_stages": 2 if set(v_bits) == {16} else 1}}
 
 
 @triton.constexpr_function
