@@ -16,11 +16,14 @@ from msgspec.structs import replace
 from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.engine import Engine
+from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.hf_folder import read_config
 from surefoot.backends.engine.model import Model
 from surefoot.backends.engine.prepare import LoadedModel
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.runner import StepInput
 from surefoot.backends.engine.safetensors_folder import SafetensorsFolder
+from surefoot.backends.engine.scheduler import MakeScheduler
 from surefoot.backends.engine.sequence import Request, SequenceStatus
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.errors import BackendError, RequestFault
@@ -96,8 +99,10 @@ class Served(Struct):
 class Server:
     """An engine that answers one request after the other, or several at once."""
 
-    def __init__(self, parts: EngineParts, **limits: int) -> None:
-        self.engine: Engine = make_engine(parts, **limits)
+    def __init__(
+        self, parts: EngineParts, make_scheduler: MakeScheduler = PromiseScheduler, **limits: int
+    ) -> None:
+        self.engine: Engine = make_engine(parts, make_scheduler=make_scheduler, **limits)
         self._vocab_size = parts.loaded.model.config.vocab_size
         self._keys = itertools.count()
         self._rows: list[int] = []
@@ -222,7 +227,9 @@ def test_preempted_choices_have_the_same_bits(tiny_parts: EngineParts) -> None:
     requests = [message(prompt_of(50, seed), replace(SEEDED, n=3, max_tokens=40)) for seed in (1, 1, 2)]
     roomy = Server(tiny_parts).serve_all(requests)
     for prefix_cache in (True, False):
-        tight = Server(tiny_parts, cache_bytes=blocks(tiny_parts, 12), prefix_cache=prefix_cache)
+        # The other scheduler starts no more than will fit, and so has nothing to preempt.
+        room = blocks(tiny_parts, 12)
+        tight = Server(tiny_parts, FirstComeScheduler, cache_bytes=room, prefix_cache=prefix_cache)
         served = tight.serve_all(requests)
         assert tight.engine.counters.num_preemptions > 0
         assert [each.choices for each in served] == [each.choices for each in roomy]

@@ -20,6 +20,7 @@ from surefoot.backends.types import (
     ServingPlan,
     SpeculationPlan,
     SpeculationUsage,
+    TokenPrompt,
 )
 
 from ..admission import admit
@@ -121,22 +122,25 @@ def _add(
     plan: SpeculationPlan | None,
 ) -> Request:
     tokenizer = parts.loaded.tokenizer
+    token_ids = tuple(
+        tokenizer.encode(tokenizer.render_chat(prompt.messages) + prompt.begun, add_special_tokens=False)
+    )
     message = GenerateRequest(
         request_id=kind,
         model="",
-        prompt=prompt.prompt,
+        prompt=TokenPrompt(token_ids),
         params=params,
         plan=BASELINE_PLAN if plan is None else ServingPlan(name="drafts", speculation=plan),
         kind=kind,
     )
     request = admit(
         message,
-        tuple(tokenizer.encode(tokenizer.render_chat(prompt.messages), add_special_tokens=False)),
+        token_ids,
         key=next(_keys),
         max_model_len=engine.max_model_len,
         vocab_size=parts.loaded.model.config.vocab_size,
         now_s=time.perf_counter(),
-        prediction_token_ids=tuple(tokenizer.encode(prompt.prediction or "", add_special_tokens=False)),
+        prediction_token_ids=tuple(tokenizer.encode(prompt.prediction, add_special_tokens=False)),
     )
     engine.add(request)
     return request

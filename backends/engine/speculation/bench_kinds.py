@@ -35,7 +35,8 @@ BATCH_ONE_BARS = {"code editing": 1.5, "JSON extraction": 1.5, LONG_EDIT: 2.5}
 BATCHES = (1, 4, 16, 32)
 ROUNDS = {1: 2, 4: 2, 16: 3, 32: 3}
 """Times that all prompts are answered: large batches have fewer groups to tell noise by."""
-LONG_EDIT_TOKENS = 320
+TIMES_AS_LONG = {"code editing": 2, "JSON extraction": 2, LONG_EDIT: 6}
+"""Answers that repeat what is given are longer."""
 NUM_RESAMPLES = 2000
 
 
@@ -47,7 +48,7 @@ class Job:
     model: Annotated[str, Parameter(help="What to serve")] = "smollm2"
     cache_dir: Annotated[Path, Parameter(help="Folder of prepared weights")] = Path("~/.cache/surefoot")
     threads: Annotated[int | None, Parameter(help="CPU threads [as many as there are]")] = None
-    output_tokens: Annotated[int, Parameter(help="Longest answers")] = 48
+    output_tokens: Annotated[int, Parameter(help="Longest answers, of kinds that are not repetitions")] = 48
     more_rounds: Annotated[int, Parameter(help="Rounds more than the usual two or three")] = 0
     kinds: Annotated[tuple[str, ...], Parameter(help="Only these")] = ()
     batches: Annotated[tuple[int, ...], Parameter(help="Only these")] = BATCHES
@@ -124,8 +125,8 @@ def measure(job: Job, parts: EngineParts) -> list[Row]:
 def _measure_kind(
     job: Job, engine: Engine, parts: EngineParts, kind: str, asked: Sequence[BenchPrompt], batch: int
 ) -> Row:
-    max_tokens = LONG_EDIT_TOKENS if kind == LONG_EDIT else job.output_tokens
-    pairs: list[Pair] = []
+    max_tokens = job.output_tokens * TIMES_AS_LONG.get(kind, 1)
+    pairs = []
     for number in range(ROUNDS.get(batch, 2) + job.more_rounds):
         for first in range(0, len(asked), batch):
             group = [

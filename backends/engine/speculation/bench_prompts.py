@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from surefoot.backends.types import ChatPrompt, SamplingParams, SpeculationPlan
+from surefoot.backends.types import SamplingParams, SpeculationPlan
 
 from .bench_texts import CODE, PASSAGES, QUESTIONS, RECORDS, RENAMES
 
@@ -16,6 +16,15 @@ LONG_EDIT = "long edit, predicted"
 
 SMALL_CODE = "def area(width, height):\n    return width * height\n"
 """Of the example turn."""
+
+LONG_TEXTS = {
+    0: ("harbour", "port"),
+    1: ("honey", "food"),
+    2: ("council", "board"),
+    4: ("manuscript", "codex"),
+    6: ("probe", "vessel"),
+}
+"""The first of three passages that are one text, and what is edited in it."""
 
 STORIES = (
     "a lighthouse keeper who finds a letter in a bottle",
@@ -57,12 +66,9 @@ class BenchPrompt(Struct, frozen=True):
 
     messages: tuple[dict[str, Any], ...]
     temperature: float = 0.0
-    prediction: str | None = None
-
-    @property
-    def prompt(self) -> ChatPrompt:
-        """For a request."""
-        return ChatPrompt(self.messages)
+    begun: str = ""
+    """How the answer begins: the model goes on from there."""
+    prediction: str = ""
 
     def params(self, max_tokens: int, seed: int) -> SamplingParams:
         """For a request; the answer may end before `max_tokens`."""
@@ -92,22 +98,20 @@ def prompts() -> dict[str, list[BenchPrompt]]:
 
 
 def long_edits() -> list[BenchPrompt]:
-    """Long texts, each predicted as it was before a small edit.
+    """Long texts with a small edit, each predicted as it was before.
 
-    A model this small does not rename reliably, so it is given the edited text to repeat, and the
-    prediction is the text before: the answer differs from it in the edit, whatever the model does.
+    A model this small neither renames reliably nor begins to repeat by itself. So it is given the edited
+    text to repeat and the first sentence of the answer, and the prediction is the text before: the answer
+    differs from it at every edit, whatever the model does.
     """
-    texts = [(CODE[i] + "\n\n" + CODE[k], RENAMES[i]) for i, k in ((0, 2), (2, 5), (5, 8), (8, 0))]
-    task = "Give back this code as it is.\n\n"
-    return [
-        _shown(
-            task + _block(SMALL_CODE),
-            _block(SMALL_CODE),
-            task + _block(text.replace(*names)),
-            prediction=_block(text),
-        )
-        for text, names in texts
-    ]
+    made = []
+    for first, (old, new) in LONG_TEXTS.items():
+        before = "\n\n".join(" ".join(text.split()) for text in PASSAGES[first : first + 3])
+        after = before.replace(old, new)
+        begun, rest = after[: after.index(". ") + 1], before[before.index(". ") + 1 :]
+        asked = _user(f"Give back this text word for word.\n\n{after}")
+        made.append(BenchPrompt(asked, begun=begun, prediction=rest))
+    return made
 
 
 def _edit(code: str, old: str, new: str) -> BenchPrompt:
@@ -125,11 +129,9 @@ def _extract(shown_json: str, shown: str, text: str) -> BenchPrompt:
     return _shown(task + shown, shown_json, task + text)
 
 
-def _shown(question: str, answer: str, asked: str, *, prediction: str | None = None) -> BenchPrompt:
+def _shown(question: str, answer: str, asked: str) -> BenchPrompt:
     """With an example, as one asks a small model."""
-    return BenchPrompt(
-        (*_user(question), {"role": "assistant", "content": answer}, *_user(asked)), prediction=prediction
-    )
+    return BenchPrompt((*_user(question), {"role": "assistant", "content": answer}, *_user(asked)))
 
 
 def _ask(text: str, *, temperature: float = 0.0) -> BenchPrompt:
