@@ -7,8 +7,8 @@ batch. How many programs share the splits depends on the batch, for speed.
 
 Of K a quantised block is read in words of 4 bytes, 4 tokens of one row; of V in units of 2 or 4 codes. Lane j
 of a word is token `4 * word + j`, so a tile is 4 interleaved runs of tokens with a product each; a lane of V
-gives every second or fourth output dimension. No element is moved on its own before it is unpacked. Blocks of any capacity fill such tiles: only a
-block's last word can have unused lanes (1 token in 40 at capacity 39).
+gives every second or fourth output dimension. No element is moved on its own before it is unpacked. Blocks of
+any capacity fill such tiles: only a block's last word can have unused lanes (1 token in 40 at capacity 39).
 
 Per token and KV head the bytes moved are those of the cache, `head_dim * (k_bits + v_bits) / 8` and 8 of
 pairs, each read once for up to `BLOCK_M` query vectors, plus `8 * head_dim / (16 * capacity)` per query
