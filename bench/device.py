@@ -1,9 +1,9 @@
 """What the kernels do on a GPU, from inside: `python -m surefoot.bench.device`, in under five minutes.
 
-It checks first: every op against its plain form; the verdict is printed within a minute, and nothing is timed
-if it is bad. Then it times attention in Llama-3.1-8B's shape: decoding over committed tokens, in useful bytes a
-second beside a copy's, per cache format; and prefill beside torch's own attention. `--reference` runs all that
-on a CPU, with the plain ops and small shapes.
+It checks first: every op against its plain form. The verdict is printed within a minute, and nothing is timed
+if it is bad. Then it times attention in Llama-3.1-8B's shape: decoding over committed tokens, in useful bytes
+a second beside a copy's, per cache format, and prefill beside torch's own attention. `--reference` runs it
+all on a CPU, with the plain ops and small shapes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from msgspec import Struct
+from torch import Tensor
 
 from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import FORMATS
@@ -64,7 +66,7 @@ def measure_copy(shape: Shape, device: torch.device) -> float:
     """Bytes read and written a second by a copy within the device's memory."""
     source = torch.ones(shape.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * shape.copy_bytes / measure(lambda: target.copy_(source), device)
+    return 2 * shape.copy_bytes / measure(partial(target.copy_, source), device)
 
 
 def time_decoding(ops: Ops, device: torch.device, shape: Shape, copy_rate: float) -> Iterator[Timing]:
@@ -75,7 +77,7 @@ def time_decoding(ops: Ops, device: torch.device, shape: Shape, copy_rate: float
                 load = decode_load(shape, cache_format, batch, context, device)
                 yield Timing(
                     name=f"decode {context} x {batch}, ({cache_format.k_bits}, {cache_format.v_bits})",
-                    seconds=measure(lambda load=load: _decode(ops, shape, load), device),
+                    seconds=measure(partial(_decode, ops, shape, load), device),
                     amount=load.useful_bytes,
                     unit="B",
                     baseline=copy_rate,
@@ -89,12 +91,8 @@ def time_prefill(ops: Ops, device: torch.device, shape: Shape) -> Iterator[Timin
         k, v = torch.randn(2, length, shape.num_kv_heads, shape.head_dim, dtype=q.dtype, device=device)
         cu_rows = torch.tensor([0, length], dtype=torch.int32, device=device)
         operations = 2 * length * (length + 1) * shape.num_heads * shape.head_dim
-        theirs = tuple(x.transpose(0, 1)[None] for x in (q, k, v))
-        torch_s = measure(
-            lambda theirs=theirs: F.scaled_dot_product_attention(*theirs, is_causal=True, enable_gqa=True),
-            device,
-        )
-        ours_s = measure(lambda args=(q, k, v, cu_rows): ops.present_attention(*args, shape.scale), device)
+        torch_s = measure(partial(_attend_in_torch, *(x.transpose(0, 1)[None] for x in (q, k, v))), device)
+        ours_s = measure(partial(ops.present_attention, q, k, v, cu_rows, shape.scale), device)
         for who, seconds in (("torch", torch_s), ("ours", ours_s)):
             yield Timing(
                 name=f"prefill {length}, {who}",
@@ -123,7 +121,8 @@ def measure(run: Callable[[], object], device: torch.device) -> float:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairwise(marks)) / 1000.0
+    milliseconds: list[float] = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+    return statistics.median(milliseconds) / 1000.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -169,6 +168,10 @@ def run(ops: Ops, device: torch.device, shape: Shape) -> Report:
 def _decode(ops: Ops, shape: Shape, load: DecodeLoad) -> None:
     for layer in load.cache:
         ops.past_attention(load.q, load.cu_rows, layer, shape.layout, load.past, shape.scale)
+
+
+def _attend_in_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def _wall_s(run: Callable[[], object]) -> float:

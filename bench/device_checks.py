@@ -83,9 +83,8 @@ def _cache(ops: Ops, device: torch.device, shape: Shape, cache_format: CacheForm
         format=cache_format,
     )
     k, v = k[0, new], v[0, new]
-    actual = ops.attention(
-        *(x.to(device) for x in (q, k, v, cu_rows)), there[0], layout, on(past, device), shape.scale
-    )
+    q_, k_, v_, cu_rows_ = (x.to(device) for x in (q, k, v, cu_rows))
+    actual = ops.attention(q_, k_, v_, cu_rows_, there[0], layout, on(past, device), shape.scale)
     expected = plain.attention(q.float(), k, v, cu_rows, cache[0], layout, past, shape.scale)
     yield Check(name=f"attention over {bits}", error=_error(actual, expected), limit=MAX_ERROR[shape.dtype])
 

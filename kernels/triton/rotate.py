@@ -78,7 +78,7 @@ def _constants(head_dim: int) -> dict[str, int]:
         "HEAD_DIM": head_dim,
         "SIZE": size,
         "STEPS": size.bit_length() - 1,
-        "RUNS": TILE // triton.next_power_of_2(head_dim) if size < TILE else 1,
+        "RUNS": max(TILE // size, 1),
     }
 
 

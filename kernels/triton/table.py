@@ -35,7 +35,7 @@ def compile_all(workers: int) -> dict[tuple[str, str], Usage]:
     jobs = [(c, t) for c in range(len(cases)) for t in range(len(TARGETS))]
     # spawn: a fork would share the state of LLVM's threads.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        usages = pool.map(_compile, jobs, chunksize=4)
+        usages = pool.map(_compile, jobs)
         return {(cases[c].name, TARGETS[t].name): usage for (c, t), usage in zip(jobs, usages, strict=True)}
 
 
