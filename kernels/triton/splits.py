@@ -5,17 +5,17 @@ Each split of `SPLIT_BLOCKS` blocks of one format gives an output and a log-sum-
 folds them in order. Which tokens make a split depends on the sequence alone, so its bits do not depend on the
 batch. How many programs share the splits depends on the batch, for speed.
 
-A quantised block is read in 4-byte words: of K, 4 tokens of one dimension; of V, 4 bytes of one token's row.
-Lane j of a word of K is token `4 * word + j`, so a tile is 4 interleaved runs of tokens with a product each.
-Lane a of V gives every fourth output dimension; in 4 bits each byte gives two. No element is moved on its
-own, in registers or shared memory, before it is unpacked. Blocks of any capacity fill such tiles: only a
-block's last word can have unused lanes (1 token in 40 at capacity 39).
+Of K a quantised block is read in words of 4 bytes, 4 tokens of one row; of V in units of 2 or 4 codes. Lane j
+of a word is token `4 * word + j`, so a tile is 4 interleaved runs of tokens with a product each; a lane of V
+gives every second or fourth output dimension. No element is moved on its own before it is unpacked. Blocks of
+any capacity fill such tiles: only a block's last word can have unused lanes (1 token in 40 at capacity 39).
 
 Per token and KV head the bytes moved are those of the cache, `head_dim * (k_bits + v_bits) / 8` and 8 of
 pairs, each read once for up to `BLOCK_M` query vectors, plus `8 * head_dim / (16 * capacity)` per query
-vector for the split's output, written and read again (2 % at head_dim 128, 4 query heads per KV head and 16
-bits). Operations: 4 * head_dim per query vector and token, as they must be; and about 1.5 per code to unpack
-it.
+vector for the split's output, written and read again (3 % at head_dim 128, 4 query heads per KV head and 16
+or 4 bits). Operations: 4 * head_dim per query vector and token, of which a tile has 16 to keep matrix
+instructions whole, though one row of 4 heads needs 4; and to unpack codes 3 instructions each. In all sm_90's
+inner loop has 5 instructions per number in 16 bits, 7 per code in 8 and 5 in 4 (counted in its assembly).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ prompt's chunk) make enough programs without splits (`rows.py`).
 
 SPLIT_BLOCKS = 16
 """Blocks of a split: 128 KiB of a KV head at head_dim 128. Half as many would double the outputs' share of
-the bytes; twice as many would leave half of 132 processors idle at 8 KV heads, one sequence and 8k tokens.
+the bytes; twice as many would leave 132 processors one program each at 8 KV heads, one sequence, 8k tokens.
 """
 
 MAX_PROGRAMS = 4096
@@ -53,7 +53,7 @@ enough that programs without work cost nothing much.
 """
 
 TILE_TOKENS = 32
-"""Tokens of a tile in full precision: 16 KiB at head_dim 128, of which 3 are in flight per program."""
+"""Tokens of a tile in full precision: 16 KiB at head_dim 128, of which 2 are in flight per program."""
 
 SPLIT_WARPS = 4
 """Each takes 8 tokens or words, and 8 units of V, of 32: no code is unpacked twice."""
@@ -73,8 +73,8 @@ full. More rows make more tiles, side by side in the grid so that they find keys
 def split_options(v_bits: Sequence[int], block_m: int) -> dict[str, dict[str, int]]:
     """Launch options by the formats of a past and the tile. With 4 bits, or 32 query vectors, ptxas would
     rather spill a few bytes than use more than a third of the registers, unless it is told that it may; the
-    others it would give more than they need. On gfx942 more than 1 stage of codes
-    spills, and 3 of int8 take more than 64 KiB.
+    others it would give more than they need. On gfx942 more than
+    1 stage of codes spills, and 3 of int8 take more than 64 KiB.
     """
     bound = {"maxnreg": 255} if 4 in v_bits or block_m > MIN_DOT else {}
     return {"cuda": bound, "hip": {"num_stages": 2 if set(v_bits) == {16} else 1}}
