@@ -126,7 +126,7 @@ def _measure_kind(
     job: Job, engine: Engine, parts: EngineParts, kind: str, asked: Sequence[BenchPrompt], batch: int
 ) -> Row:
     max_tokens = job.output_tokens * TIMES_AS_LONG.get(kind, 1)
-    pairs = []
+    pairs: list[Pair] = []
     for number in range(ROUNDS.get(batch, 2) + job.more_rounds):
         for first in range(0, len(asked), batch):
             group = [
