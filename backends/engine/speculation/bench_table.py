@@ -21,9 +21,9 @@ from .settings import SpeculationSettings
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-STEPS_EACH = 4
+STEPS_EACH = 3
 NUM_ROUNDS = 3
-NUM_PROMPT_TOKENS = 64
+NUM_PROMPT_TOKENS = 16
 
 
 class StepTable(Struct, frozen=True, kw_only=True):
