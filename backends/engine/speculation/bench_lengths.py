@@ -22,6 +22,7 @@ from msgspec import Struct
 from ..cost_model import CostModel, StepSample, StepShape, fit
 from .bench_engine import load_bench_parts, say
 from .bench_plot import Panel, plot
+from .bench_swing import PHASE_S, Swing, swing
 from .bench_table import LENGTHS, StepTable, load_table, measure_table
 from .controller import Controller
 from .replay import NUM_CONTEXT_TOKENS, Replay, fixed_tokens_per_s
@@ -75,6 +76,7 @@ class Result(Struct, frozen=True, kw_only=True):
     table: StepTable
     cells: list[Cell]
     break_even: list[BreakEven]
+    swing: Swing
 
 
 DEFAULT_JOB = Job()
@@ -106,7 +108,9 @@ def replay_all(job: Job, table: StepTable) -> Result:
         for length in BREAK_EVEN_LENGTHS
         if batch in table.seconds
     ]
-    return Result(table=table, cells=cells, break_even=even)
+    say("replaying a load that swings ...")
+    replay = Replay(Controller(SpeculationSettings()), warm_costs(table), table.step_s, seed=0)
+    return Result(table=table, cells=cells, break_even=even, swing=swing(table, replay))
 
 
 def warm_costs(table: StepTable) -> CostModel:
@@ -149,7 +153,7 @@ def _cell(job: Job, table: StepTable, batch: int, rate: float) -> Cell:
 
 def is_kept(result: Result) -> bool:
     """Whether every cell is at its bar."""
-    return all(cell.share >= BAR for cell in result.cells)
+    return all(cell.share >= BAR for cell in result.cells) and result.swing.share > 1.0
 
 
 def text_of(result: Result) -> str:
@@ -176,6 +180,10 @@ def text_of(result: Result) -> str:
     lines += [
         "",
         f"least: {least.share:.3f} at batch {least.batch} and acceptance {least.rate:g}; bar {BAR}",
+        "",
+        f"load that swings every {PHASE_S:g} s: {result.swing.adaptive:.1f} tokens/s,"
+        f" {result.swing.share:.3f} times those of the best fixed length ({result.swing.best_length});"
+        " bar: more than 1",
         "every bar is kept" if is_kept(result) else "A BAR IS MISSED",
     ]
     return "\n".join(lines) + "\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import msgspec
 from msgspec import Struct
@@ -22,8 +21,9 @@ from .settings import SpeculationSettings
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-STEPS_EACH = 5
-NUM_PROMPT_TOKENS = 64
+STEPS_EACH = 3
+NUM_ROUNDS = 3
+NUM_PROMPT_TOKENS = 16
 
 
 class StepTable(Struct, frozen=True, kw_only=True):
@@ -51,9 +51,13 @@ def table_of(samples: dict[int, list[tuple[int, float]]]) -> StepTable:
     return StepTable(seconds=rising)
 
 
+class _Stored(Struct):
+    table: StepTable
+
+
 def load_table(file: Path) -> StepTable:
-    """One that was stored."""
-    return msgspec.json.decode(file.read_bytes(), type=StepTable, strict=False)
+    """From what an earlier run of `bench_lengths` stored."""
+    return msgspec.json.decode(file.read_bytes(), type=_Stored).table
 
 
 def measure_table(parts: EngineParts) -> StepTable:
@@ -68,13 +72,23 @@ def measure_table(parts: EngineParts) -> StepTable:
     )
     engine = make_bench_engine(parts, settings)
     make_eager(engine.costs)
-    samples: dict[int, list[tuple[int, float]]] = {}
-    for batch in BATCHES:
-        say(f"steps of {batch} sequences with drafts of 0 to {max(LENGTHS)} tokens ...")
-        samples[batch] = [
-            (batch * (1 + length), median(_step_seconds(engine, batch, length))) for length in LENGTHS
-        ]
-    return table_of(samples)
+    measured: dict[tuple[int, int], list[float]] = {}
+    for number in range(NUM_ROUNDS):
+        for batch in BATCHES:
+            say(f"round {number + 1} of {NUM_ROUNDS}: steps of {batch} sequences ...")
+            for length in LENGTHS:
+                measured.setdefault((batch, length), []).extend(_step_seconds(engine, batch, length))
+    return table_of(
+        {
+            batch: [(batch * (1 + length), _typical(measured[batch, length])) for length in LENGTHS]
+            for batch in BATCHES
+        }
+    )
+
+
+def _typical(seconds: list[float]) -> float:
+    """The lower quartile: what else the machine does makes steps longer, never shorter."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def make_eager(costs: CostModel) -> None:

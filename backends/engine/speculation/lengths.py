@@ -14,7 +14,10 @@ from itertools import accumulate
 from msgspec import Struct
 
 StepCost = Callable[[int], float]
-"""Predicted seconds of a step in which so many draft rows are verified beside what runs anyway."""
+"""Predicted seconds of a step in which so many draft rows are verified beside what runs anyway.
+
+More rows never take less.
+"""
 
 
 class Candidate(Struct, frozen=True):
@@ -69,13 +72,18 @@ def choose_lengths(
         for j, probability in enumerate(candidate.survival)
     )[:max_rows]
     expected = list(accumulate((-row[1] for row in rows), initial=float(num_sampled)))
-    costs = [cost(count) for count in range(len(rows) + 1)]
-    allowed = [
-        count for count, cost_s in enumerate(costs) if not count or max_step_s is None or cost_s <= max_step_s
-    ]
-    best = max(allowed, key=lambda count: (expected[count] / costs[count], -count))
-    rate, probe_s = expected[best] / costs[best], 0.0
-    if best + 1 in allowed:
+    costs: list[float] = []
+    best, rate, probe_s = 0, 0.0, 0.0
+    for count, tokens in enumerate(expected):
+        cost_s = cost(count)
+        if count and max_step_s is not None and cost_s > max_step_s:
+            break
+        costs.append(cost_s)
+        if tokens / cost_s > rate:
+            best, rate = count, tokens / cost_s
+        elif expected[-1] / cost_s <= rate:  # not even all the tokens there are would pay for more time
+            break
+    if best + 1 < len(costs):
         loss_s = max(0.0, costs[best + 1] - expected[best + 1] / rate)
         if loss_s <= probe_budget_s:
             best, probe_s = best + 1, loss_s

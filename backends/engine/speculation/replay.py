@@ -48,16 +48,19 @@ class Replay:
     `step_s` says.
     """
 
-    def __init__(
-        self, controller: Controller, costs: CostModel, step_s: TableStep, seed: int, kind: str = ""
-    ) -> None:
+    def __init__(self, controller: Controller, costs: CostModel, step_s: TableStep, seed: int) -> None:
         self.controller = controller
         self.costs = costs
         self._step_s = step_s
         self._random = random.Random(seed)
-        self._kind = kind
+        self._kind = ""
         self._sequences: list[Sequence] = []
         self._keys = 0
+
+    def switch(self, kind: str) -> None:
+        """From here on all sequences are new ones, of a kind of traffic that may have been seen before."""
+        self._kind = kind
+        self._resize(0)
 
     def run(self, batch: int, rate: float, num_steps: int) -> Tally:
         """So many steps of `batch` sequences, each draft token of which is accepted at `rate`."""
