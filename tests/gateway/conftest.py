@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from litestar.testing import TestClient
 
 from surefoot.backends.fake import FakeBackend
@@ -42,3 +44,14 @@ def http(backend: FakeBackend) -> Iterator[TestClient]:
     with TestClient(app, raise_server_exceptions=False) as client:
         assert client.get("/health/ready").status_code == 200
         yield client
+
+
+@pytest.fixture
+def restored_logs() -> Iterator[None]:
+    """Puts logging back as it was."""
+    config, root = structlog.get_config(), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.configure(**config)
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -46,8 +46,8 @@ class Cli:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """A command line on a wide terminal."""
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, restored_logs: None) -> Cli:
+    """A command line on a wide terminal; some commands send all logs to a stderr that ends with the test."""
     monkeypatch.setenv("COLUMNS", "200")
     return Cli(capsys)
 

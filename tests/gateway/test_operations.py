@@ -381,17 +381,6 @@ async def test_websockets_are_not_advertised(serve: Serve, caplog: pytest.LogCap
     assert "install" not in caplog.text
 
 
-@pytest.fixture
-def restored_logs() -> Iterator[None]:
-    """Puts logging back as it was."""
-    config, root = structlog.get_config(), logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    structlog.configure(**config)
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
 @pytest.mark.usefixtures("restored_logs")
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_prompts_and_keys_are_never_logged(log_format: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surefoot.backends.engine.start import engine_settings
 from surefoot.gateway.setting_types import ByteSize, byte_size
 from surefoot.gateway.settings import (
     EffectiveSettings,
@@ -23,6 +24,7 @@ from surefoot.gateway.settings import (
     resolve,
     value_text,
 )
+from surefoot.gateway.start import engine_options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,6 +123,16 @@ def test_file_values_keep_their_types(tmp_path: Path) -> None:
     assert settings.cache_memory == 1.5 * 1024**3
 
 
+def test_rates_are_a_list_in_a_file_and_commas_in_a_flag(tmp_path: Path) -> None:
+    """Rates read the same from both, print as a flag has them, and reach the engine with the other bounds."""
+    config = write(tmp_path / "c.toml", "synthetic_acceptance = [0.8, 1]\nmax_draft = 4\n")
+    settings = resolve({}, {}, config).settings
+    assert settings == resolve({"synthetic_acceptance": "0.8,1", "max_draft": "4"}, {}).settings
+    assert value_text(settings.synthetic_acceptance) == "0.8,1"
+    speculation = engine_settings(engine_options(settings)).speculation
+    assert (speculation.synthetic_acceptance, speculation.max_draft) == ((0.8, 1.0), 4)
+
+
 def test_cache_dir_follows_the_user() -> None:
     """Prepared weights lie under the user's cache folder unless a setting says otherwise."""
     assert resolve({}, {"XDG_CACHE_HOME": "/caches"}).settings.cache_dir == Path("/caches/surefoot")
@@ -165,6 +177,10 @@ def test_home_is_expanded() -> None:
         ("keep_alive_s", "inf", "a number of seconds, 0.1 or more"),
         ("cache_memory", "512 MB/s", "a number of bytes above 0"),
         ("max_body_bytes", "0", "a number of bytes above 0"),
+        ("max_draft", "65", "a whole number from 0 to 64"),
+        ("local_max_draft", "-1", "a whole number from 0 to 64"),
+        ("synthetic_acceptance", "0.8,", "numbers from 0 to 1 with commas between them"),
+        ("synthetic_acceptance", "0.8,1.1", "numbers from 0 to 1 with commas between them"),
         ("admin_key_hash", "sha256:12", "a hash from `surefoot key new`: sha256: and 64"),
         ("classes", " ", "a text"),
         ("usage_db", " ", "a text"),
