@@ -27,6 +27,11 @@ KIND_MEMORY = 200.0
 REQUEST_MEMORY = 40.0
 """The same for a request: its own text changes faster than its kind."""
 
+PATIENCE = 200.0
+"""Steps after which what is known of a request counts 1/e if its drafts were passed over in all of them:
+otherwise one that was given up would learn nothing, and never be tried again.
+"""
+
 KIND_TRIALS = 10.0
 """How many trials of its own a request needs to count as much as its kind's estimate."""
 
@@ -44,9 +49,14 @@ class _Trials(Struct):
     tried: float = 0.0
 
     def add(self, accepted: bool, memory: float) -> None:
+        self.fade(memory)
+        self.accepted += accepted
+        self.tried += 1.0
+
+    def fade(self, memory: float) -> None:
         keep = 1.0 - 1.0 / memory
-        self.accepted = self.accepted * keep + accepted
-        self.tried = self.tried * keep + 1.0
+        self.accepted *= keep
+        self.tried *= keep
 
     def estimate(self, prior: float, weight: float) -> float:
         return (self.accepted + prior * weight) / (self.tried + weight)
@@ -107,6 +117,11 @@ class Acceptance:
             source = (draft.proposer, draft.strengths[j])
             kind.setdefault(source, _Trials()).add(j < num_accepted, KIND_MEMORY)
             own.setdefault(source, _Trials()).add(j < num_accepted, REQUEST_MEMORY)
+
+    def pass_over(self, sequence: Sequence) -> None:
+        """A step left its draft out."""
+        for trials in self._requests.get(sequence, {}).values():
+            trials.fade(PATIENCE)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget what was kept for the sequence."""

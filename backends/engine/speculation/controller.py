@@ -61,7 +61,8 @@ class Controller:
             for sequence, draft in drafts
         ]
         # A step earns the right to waste a share of its time, so that whoever was given up is tried again.
-        self._credit_s += cost(0) * self.settings.probe_share
+        # What was saved in good times is not wasted all at once when they end.
+        self._credit_s = min(self._credit_s + cost(0) * self.settings.probe_share, cost(0))
         choice = choose_lengths(
             candidates,
             bounds.num_sampled,
@@ -71,6 +72,9 @@ class Controller:
             probe_budget_s=self._credit_s,
         )
         self._credit_s -= choice.probe_s
+        for (sequence, _), length in zip(drafts, choice.lengths, strict=True):
+            if not length:
+                self.acceptance.pass_over(sequence)
         return choice
 
     def plan_drafting(
