@@ -8,6 +8,7 @@ from surefoot.backends.engine.block_pool import BlockPool
 from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.cost_model import CostModel, StepCost, StepShape
 from surefoot.backends.engine.first_come import FirstComeScheduler
+from surefoot.backends.engine.prefix_cache import PrefixCache
 from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk
 from surefoot.backends.engine.sequence import Request, Sequence
@@ -42,7 +43,7 @@ class Driver:
         self.costs = CostModel(cost, frozen=True)
         self.pool = BlockPool(num_blocks)
         self.settings = EngineSettings(cache_bytes=1, **settings)
-        self.scheduler = make(self.settings, self.pool, self.costs, self.clock)
+        self.scheduler = make(self.settings, PrefixCache(self.pool), self.costs, self.clock)
 
     def add(self, key: int, num_prompt: int, max_tokens: int = 4, **message: Any) -> Sequence:
         """A request with one choice, which arrives now."""

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from surefoot.backends.engine.block_pool import BlockPool
 from surefoot.backends.engine.choice_stream import ChoiceStream
+from surefoot.backends.engine.cost_model import CostModel
+from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import OBSERVED_TOKENS, PrefixCache
-from surefoot.backends.engine.scheduler import Scheduler
 from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .test_scheduler import NoText
+from .schedules import NoText
 
 Content = tuple[object, tuple[int, ...]]
 """Whose tokens, and all of them from the first to the block's newest: what K and V depend on."""
@@ -41,7 +42,7 @@ class World:
         )
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self.pool, ("model", "dtype"), between_requests=prefix_cache)
-        self.scheduler = Scheduler(limits, self.pool, self.cache)
+        self.scheduler = FirstComeScheduler(limits, self.cache, CostModel(), lambda: 0.0)
         self.content: dict[int, Content] = {}
         self.requests: list[Request] = []
         self.num_rows = 0
@@ -67,6 +68,11 @@ class World:
             else:
                 self.scheduler.add(sequence)
         return request
+
+    def preempt(self, sequence: Sequence) -> None:
+        """As the scheduler does when blocks run out."""
+        self.scheduler._preempt(sequence)
+        self.scheduler.waiting.appendleft(sequence)
 
     def step(self) -> dict[tuple[int, int], int]:
         """One step; returns the tokens that ran, by request and choice."""
@@ -234,7 +240,7 @@ def test_choices_go_on_when_the_first_is_preempted() -> None:
     request = world.add(TOKENS[:80], n=3)
     later = world.add(TOKENS[500:516])
     assert world.step() == {(0, 0): 32}
-    world.scheduler._preempt(request.sequences[0])
+    world.preempt(request.sequences[0])
     assert world.step() == {(0, 0): 32}, "the two blocks that it had were found again"
     assert [seq.status for seq in request.sequences[1:]] == [SequenceStatus.HELD] * 2
     assert world.step() == {(0, 0): 16, (later.key, 0): 16}
@@ -250,7 +256,7 @@ def test_a_preempted_sequence_finds_what_it_had() -> None:
     request = world.add(TOKENS[:40], max_tokens=60)
     for _ in range(31):
         world.step()
-    world.scheduler._preempt(request.sequences[0])
+    world.preempt(request.sequences[0])
     assert (world.pool.num_used, world.pool.num_cached) == (0, 4)
     assert world.step() == {(0, 0): 71 - 64}
     assert request.num_cached_tokens == 0, "what it left itself was no help from others"
@@ -341,7 +347,7 @@ def test_no_storm_leaks_or_mixes_blocks(
             case 1 if sequences := [seq for seq in alive() if seq.request.has_run_prompt]:
                 world.scheduler.finish(data.draw(st.sampled_from(sequences)))
             case 2 if world.scheduler.running:
-                world.scheduler._preempt(data.draw(st.sampled_from(world.scheduler.running)))
+                world.preempt(data.draw(st.sampled_from(world.scheduler.running)))
             case 3 if sequences := list(alive()):
                 request = data.draw(st.sampled_from(sequences)).request
                 if data.draw(st.booleans()):
