@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.backends.engine.sequence import Sequence
+from surefoot.backends.engine.cost_model import CostModel, StepSample, StepShape, fit
 from surefoot.backends.engine.speculation.acceptance import Acceptance
 from surefoot.backends.engine.speculation.base import Draft, strength_of_match
+from surefoot.backends.engine.speculation.bench_lengths import break_even
+from surefoot.backends.engine.speculation.bench_swing import CYCLE, swing
+from surefoot.backends.engine.speculation.bench_table import LENGTHS, table_of
 from surefoot.backends.engine.speculation.controller import Controller, StepBounds
 from surefoot.backends.engine.speculation.lengths import Candidate, choose_lengths
+from surefoot.backends.engine.speculation.replay import Replay, fixed_tokens_per_s
 from surefoot.backends.engine.speculation.settings import SpeculationSettings
 
 from .sequences import sequence
@@ -125,76 +129,102 @@ def step_cost(num_rows: int) -> float:
     raise AssertionError("a step has at most 576 rows")
 
 
-class Traffic:
-    """Sequences whose draft tokens are each accepted with a given probability."""
+def replay(**settings: float) -> Replay:
+    """Traffic in virtual time, and a controller that has learnt nothing yet."""
+    samples = [StepSample(StepShape(rows, rows, 200 * rows), step_cost(rows)) for rows in (1, 8, 32, 64)]
+    controller = Controller(SpeculationSettings(**settings))  # type: ignore[arg-type]
+    return Replay(controller, CostModel(fit(samples)), table_step, seed=0)
 
-    def __init__(self, batch: int, controller: Controller) -> None:
-        self.controller = controller
-        self.rng = random.Random(batch)
-        self.sequences: list[Sequence] = [sequence([1]) for _ in range(batch)]
 
-    def run(self, rate: float, num_steps: int) -> float:
-        """Tokens per second over so many steps."""
-        batch, tokens, seconds = len(self.sequences), 0, 0.0
-        bounds = StepBounds(num_sampled=batch, max_rows=512)
-        for _ in range(num_steps):
-            drafts = [(seq, draft_of(self.controller.max_tokens(seq))) for seq in self.sequences]
-            drafts = [(seq, draft) for seq, draft in drafts if len(draft)]
-            choice = self.controller.choose(drafts, bounds, lambda count: step_cost(batch + count))
-            tokens += batch
-            seconds += step_cost(batch + sum(choice.lengths))
-            for (seq, draft), length in zip(drafts, choice.lengths, strict=True):
-                accepted = next((j for j in range(length) if self.rng.random() > rate), length)
-                tokens += accepted
-                if length:
-                    self.controller.acceptance.observe(seq, draft.cut(length), accepted)
-        return tokens / seconds
+def table_step(batch: int, num_rows: int) -> float:
+    """`step_cost`, whoever the rows belong to."""
+    return step_cost(num_rows)
 
 
 def best_fixed(rate: float, batch: int) -> float:
     """Tokens per second of the best of the fixed lengths, none included."""
     return max(
-        batch * sum(rate**j for j in range(length + 1)) / step_cost(batch * (1 + length))
-        for length in (0, 1, 2, 3, 4, 6, 8)
+        fixed_tokens_per_s(table_step, batch, rate, length) for length in (0, 1, 2, 3, 4, 6, 8, 12, 16)
     )
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 32])
 def test_never_much_below_the_best_fixed_length(batch: int) -> None:
-    """At any acceptance and batch size the controller brings at least 0.95 of the best fixed length's tokens.
+    """At any acceptance and batch size the controller, which has everything to learn, brings at least 0.97 of
+    the best fixed length's tokens (vLLM 49548, 15025).
 
-    The table over all batch sizes, with its means over many seeds, is the benchmark's.
+    The table over all batch sizes, with longer replays, is the benchmark's.
     """
     for tenths in range(0, 11, 2):
-        traffic = Traffic(batch, Controller(SpeculationSettings()))
-        assert traffic.run(tenths / 10, 100 + 2000 // batch) >= 0.95 * best_fixed(tenths / 10, batch)
+        share = replay().run(batch, tenths / 10, 100 + 2000 // batch).tokens_per_s / best_fixed(
+            tenths / 10, batch
+        )
+        assert share >= 0.97, (batch, tenths, share)
 
 
 def test_acceptance_comes_back_after_a_ceiling() -> None:
     """When load forces drafts to none and lets go, tokens per second are back within noise."""
-    controller = Controller(SpeculationSettings())
-    traffic = Traffic(4, controller)
-    before = traffic.run(0.9, 300)
-    controller.ceiling = 0
-    during = traffic.run(0.9, 300)
-    assert during == pytest.approx(4 / step_cost(4))
-    controller.ceiling = 8
-    assert traffic.run(0.9, 300) >= 0.97 * before
+    traffic = replay()
+    before = traffic.run(4, 0.9, 300).tokens_per_s
+    traffic.controller.ceiling = 0
+    assert traffic.run(4, 0.9, 300).tokens_per_s == pytest.approx(4 / step_cost(4))
+    traffic.controller.ceiling = 16
+    assert traffic.run(4, 0.9, 300).tokens_per_s >= 0.97 * before
 
 
 def test_given_up_is_not_for_good() -> None:
     """After a long time of useless drafts, good ones are noticed and used again."""
-    traffic = Traffic(8, Controller(SpeculationSettings()))
-    traffic.run(0.0, 2000)
-    traffic.run(0.95, 2500)
-    assert traffic.run(0.95, 300) >= 0.95 * best_fixed(0.95, 8)
+    traffic = replay()
+    traffic.run(8, 0.0, 2000)
+    traffic.run(8, 0.95, 1000)
+    assert traffic.run(8, 0.95, 300).tokens_per_s >= 0.97 * best_fixed(0.95, 8)
+
+
+def test_no_request_is_given_up_for_good() -> None:
+    """Requests whose drafts were useless are tried again while others of their kind do well."""
+    controller, drafts = Controller(SpeculationSettings()), [(sequence([1]), draft_of(4)) for _ in range(8)]
+    for number, (seq, draft) in enumerate(drafts):
+        for _ in range(200):
+            controller.acceptance.observe(seq, draft, 4 if number % 2 else 0)
+    lengths = []
+    for _ in range(500):
+        bounds = StepBounds(num_sampled=8, max_rows=64)
+        choice = controller.choose(drafts, bounds, lambda count: step_cost(8 + count))
+        lengths.append(choice.lengths)
+        for (seq, draft), length in zip(drafts, choice.lengths, strict=True):
+            controller.acceptance.observe(seq, draft.cut(length), length)
+    assert not any(lengths[0][::2])
+    assert all(lengths[-1])
 
 
 def test_probing_is_bounded() -> None:
     """Drafts that never pay cost no more than the share of time that probing may take."""
-    traffic = Traffic(16, Controller(SpeculationSettings(probe_share=0.005)))
-    traffic.run(0.0, 200)
-    assert traffic.run(0.0, 2000) >= (1 - 0.006) * 16 / step_cost(16)
+    traffic = replay(probe_share=0.005)
+    traffic.run(16, 0.0, 200)
+    assert traffic.run(16, 0.0, 2000).tokens_per_s >= (1 - 0.006) * 16 / step_cost(16)
+
+
+def test_a_load_that_swings() -> None:
+    """Where batch sizes and kinds of traffic take turns, the controller is ahead of every fixed length."""
+    batches = {phase.batch for phase in CYCLE}
+    table = table_of({b: [(b * (1 + n), step_cost(b * (1 + n))) for n in LENGTHS] for b in batches})
+    assert swing(table, replay()).share > 1.1
+
+
+def test_step_times_between_and_beyond_what_was_measured() -> None:
+    """A table is read between its points and beyond them, and never says that more rows take less time."""
+    table = table_of({4: [(4, 1.0), (8, 0.9), (12, 2.0)]})
+    assert [table.step_s(4, rows) for rows in (4, 6, 8, 10, 12, 14)] == pytest.approx([1, 1, 1, 1.5, 2, 2.5])
+
+
+def test_break_even_is_where_both_are_equal() -> None:
+    """At the acceptance that is named, a fixed length brings what no drafts bring; None if it never does."""
+    table = table_of({1: [(rows, step_cost(rows)) for rows in range(1, 18)]})
+    rate = break_even(table, 1, 4)
+    assert rate is not None
+    with_drafts, without = (fixed_tokens_per_s(table.step_s, 1, rate, length) for length in (4, 0))
+    assert with_drafts == pytest.approx(without)
+    assert break_even(table_of({1: [(1, 1.0), (5, 6.0)]}), 1, 4) is None
 
 
 def test_a_draft_ends_before_the_last_token() -> None:

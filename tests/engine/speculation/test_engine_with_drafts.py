@@ -23,6 +23,7 @@ from surefoot.backends.types import (
     BASELINE_PLAN,
     Chunk,
     Finished,
+    FinishReason,
     GenerateRequest,
     SamplingParams,
     ServingPlan,
@@ -151,32 +152,77 @@ def num_accepted(engine: Engine) -> int:
 
 
 GREEDY = {"temperature": 0.0, "max_tokens": 32}
+CHANGES: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "top_k": 50, "n": 3},
+    {"logprobs": 3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": {260: 3.0, 28: -5.0}},
+    {"min_tokens": 24},
+    {"stop": (" plum", "\n\n"), "logprobs": 0},
+    {"stop": ("e",), "min_tokens": 7},
+    {"stop_token_ids": (28, 30)},
+    {"max_tokens": 1},
+    {"max_tokens": 2},
+    {"max_tokens": 7, "ignore_eos": True},
+]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"temperature": 0.8, "seed": 3},
-        {"temperature": 1.0, "seed": 4, "top_p": 0.9, "top_k": 50, "n": 3},
-        {"logprobs": 3},
-        {"frequency_penalty": 0.7, "presence_penalty": 0.3},
-        {"repetition_penalty": 1.2},
-        {"logit_bias": {260: 3.0, 28: -5.0}},
-        {"min_tokens": 24},
-        {"stop": (" plum", "\n\n")},
-        {"stop": ("e",), "min_tokens": 7},
-        {"stop_token_ids": (28, 30)},
-        {"max_tokens": 1},
-        {"max_tokens": 2},
-        {"max_tokens": 7, "ignore_eos": True},
-    ],
-    ids=str,
-)
-def test_drafts_change_nothing(parts: EngineParts, changes: dict[str, object]) -> None:
-    """Text, tokens, logprobs, ends and usage are the same with drafts and without, for any parameters."""
-    plain, drafted, _ = both(parts, SamplingParams(**{**GREEDY, **changes}))  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def batches(parts: EngineParts) -> tuple[list[Answer], list[Answer]]:
+    """Every prompt with all of `CHANGES`, in one batch without drafts and in one with them."""
+    answers = []
+    for plan in (None, DRAFTS):
+        engine = make_engine(parts)
+        asked = [
+            add(engine, parts, prompt, SamplingParams(**{**GREEDY, **changes}), plan)  # type: ignore[arg-type]
+            for changes in CHANGES
+            for prompt in PROMPTS
+        ]
+        answers.append(finish(engine, asked))
+    assert num_accepted(engine) > 100
+    return answers[0], answers[1]
+
+
+@pytest.mark.xdist_group("drafts")
+@pytest.mark.parametrize("number", range(len(CHANGES)), ids=lambda number: str(CHANGES[number]))
+def test_drafts_change_nothing(batches: tuple[list[Answer], list[Answer]], number: int) -> None:
+    """Text, tokens, logprobs, ends and usage are the same with drafts and without, whatever the parameters,
+    also where requests of different ones share a batch.
+    """
+    plain, drafted = (each[len(PROMPTS) * number : len(PROMPTS) * (number + 1)] for each in batches)
     assert [answer.content for answer in drafted] == [answer.content for answer in plain]
+
+
+@pytest.mark.xdist_group("drafts")
+def test_nothing_follows_a_stop(batches: tuple[list[Answer], list[Answer]]) -> None:
+    """An answer whose stop string was drafted ends before it, and its text, tokens, logprobs and usage end
+    there together (vLLM PR 47616, SGLang 31599, transformers 47912).
+    """
+    number = next(i for i, changes in enumerate(CHANGES) if " plum" in changes.get("stop", ()))  # type: ignore[operator]
+    answer = batches[1][len(PROMPTS) * number + PROMPTS.index(REPEATING)]
+    assert answer.ends == [FinishReason.STOP]
+    assert answer.text[0].endswith(" blue")
+    assert answer.finished is not None
+    assert answer.finished.speculation is not None
+    assert answer.finished.speculation.num_accepted_tokens > 0
+    assert answer.finished.usage.num_output_tokens == len(answer.token_ids[0]) == len(answer.logprobs[0])
+
+
+def test_a_seed_gives_one_answer(parts: EngineParts) -> None:
+    """The same seed and parameters give the same answer, however long drafts may get and whoever shares the
+    batch (vLLM 6038, 53436).
+    """
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=32, ignore_eos=True)
+    answers = []
+    for max_draft, others in ((0, ()), (1, (FREE,)), (3, ()), (8, (REPEATING, FREE))):
+        engine = make_engine(parts)
+        plan = SpeculationPlan(max_draft=max_draft, proposers=("ngram",))
+        asked = [add(engine, parts, prompt, params, plan) for prompt in (*others, CODE)]
+        answers.append(finish(engine, asked)[-1].content)
+    assert answers == [answers[0]] * 4
 
 
 def test_drafts_are_accepted(parts: EngineParts) -> None:
