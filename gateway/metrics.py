@@ -223,7 +223,7 @@ class BackendCollector(Collector):
             ready.add_metric([backend.models[0].id], backend.status.state is BackendState.READY)
         yield ready
         refused = CounterMetricFamily(
-            "surefoot_refusals", "Requests that were not let in, by reason.", labels=(*MODEL, "reason")
+            "surefoot_engine_refusals", "Requests that were not let in, by reason.", labels=(*MODEL, "reason")
         )
         for model, each in stats:
             for reason, count in each.refusals_total.items():
