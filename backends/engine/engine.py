@@ -209,6 +209,8 @@ class Engine:
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """Let those that decode verify drafts, as far as that is expected to pay and there are blocks."""
         drafts = self.speculator.draft(chunks, self._settings.max_batched_tokens, self.costs, self._clock())
+        if not drafts:
+            return chunks
         added = []
         for chunk in chunks:
             draft = drafts.get(chunk.sequence)

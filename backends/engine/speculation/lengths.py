@@ -43,13 +43,7 @@ class Choice(Struct, frozen=True):
     lengths: tuple[int, ...]
     num_tokens: float
     tokens_per_s: float
-    tokens_per_s_without: float
     probe_s: float = 0.0
-
-    @property
-    def gain(self) -> float:
-        """Expected tokens per second over those without drafts; 0.1 is 10 % more."""
-        return self.tokens_per_s / self.tokens_per_s_without - 1.0
 
 
 def choose_lengths(
@@ -90,4 +84,4 @@ def choose_lengths(
     lengths = [0] * len(candidates)
     for _, _, i, _ in rows[:best]:
         lengths[i] += 1
-    return Choice(tuple(lengths), expected[best], rate, expected[0] / costs[0], probe_s)
+    return Choice(tuple(lengths), expected[best], rate, probe_s)
