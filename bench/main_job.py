@@ -12,13 +12,11 @@ from __future__ import annotations
 import sys
 from statistics import median
 
-import msgspec
 from cyclopts import App
 from msgspec import Struct
 
+from .bars import EXIT_FAILED, VERDICTS, run_job
 from .command_line import run_app
-from .errors import BenchError
-from .loop import run_async
 from .main_rounds import NUM_STREAMS, NUM_WAITING, Job, JobResult, measure
 from .report import table
 
@@ -30,8 +28,6 @@ KEEP_ALIVE_BAR_MS = 100.0
 READY_BAR_S = 10.0
 
 DEFAULT_JOB = Job()
-EXIT_MISSED = 1
-EXIT_FAILED = 2
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -53,9 +49,8 @@ class Row(Struct, frozen=True, kw_only=True):
         """As text."""
         sign = "<=" if self.at_most else ">="
         bar = "" if self.bar is None else f"{sign} {self.bar:g}"
-        verdict = {None: "", True: "kept", False: "MISSED"}[self.kept]
         values = [f"{value:.2f}" for value in (*self.values, median(self.values))]
-        return [self.title, *values, bar, verdict]
+        return [self.title, *values, bar, VERDICTS[self.kept]]
 
 
 def main(*, job: Job = DEFAULT_JOB) -> int:
@@ -63,16 +58,7 @@ def main(*, job: Job = DEFAULT_JOB) -> int:
 
     The exit status is 0 if every bar is kept, 1 if one is missed, 2 if the measurement failed.
     """
-    try:
-        result = run_async(measure(job, lambda text: _say(f"{text} ...\n")))
-        rows = rows_of(result)
-        sys.stdout.write(text_of(result, rows))
-        if job.output is not None:
-            job.output.write_bytes(msgspec.json.encode(result) + b"\n")
-    except (BenchError, OSError) as error:
-        _say(f"bench-main: {error}\n")
-        return EXIT_FAILED
-    return EXIT_MISSED if any(row.kept is False for row in rows) else 0
+    return run_job("bench-main", lambda tell: measure(job, tell), rows_of, text_of, job.output)
 
 
 def rows_of(result: JobResult) -> list[Row]:
@@ -131,10 +117,6 @@ def text_of(result: JobResult, rows: list[Row]) -> str:
     machine = f"{result.machine.cpu}, {result.machine.num_cpus} CPUs, {result.threads} threads each"
     first = f"first start ready in {result.first_ready_s:.1f} s"
     return f"{result.model} on {machine}; {first}\n\n{table(lines)}"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
 
 
 def run(arguments: list[str]) -> int:

@@ -17,6 +17,7 @@ import msgspec
 from cyclopts import App
 from msgspec import Struct
 
+from .bars import EXIT_FAILED, EXIT_MISSED, say
 from .command_line import run_app
 from .errors import BenchError
 from .loop import run_async
@@ -27,8 +28,6 @@ from .peers_servers import LLAMA, OURS
 from .report import table
 
 DEFAULT_JOB = PeersJob()
-EXIT_MISSED = 1
-EXIT_FAILED = 2
 MIB = 2**20
 NO_VALUE = "-"
 
@@ -64,7 +63,7 @@ def main(*, job: PeersJob = DEFAULT_JOB) -> int:
     which the bars are held against, is not installed.
     """
     try:
-        result = run_async(measure_peers(job, lambda text: _say(f"{text} ...\n")))
+        result = run_async(measure_peers(job, lambda text: say(f"{text} ...\n")))
         compared = compare_peers(result)
         sys.stdout.write(text_of(result, compared))
         if job.folder is not None:
@@ -72,7 +71,7 @@ def main(*, job: PeersJob = DEFAULT_JOB) -> int:
             (job.folder / "peers.json").write_bytes(msgspec.json.encode(result) + b"\n")
             (job.folder / "peers.svg").write_text(plot_of(result, compared), encoding="utf-8")
     except (BenchError, OSError) as error:
-        _say(f"bench-peers: {error}\n")
+        say(f"bench-peers: {error}\n")
         return EXIT_FAILED
     verdicts = {each.kept for each in compared}
     if False in verdicts:
@@ -142,10 +141,6 @@ def _ready_s(rounds: list[PeerRound]) -> float:
 def _memory(rounds: list[PeerRound]) -> str:
     sizes = [each.resident_bytes for each in rounds if each.resident_bytes is not None]
     return f"{median(sizes) / MIB:.0f}" if sizes else NO_VALUE
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
 
 
 def run(arguments: list[str]) -> int:

@@ -12,13 +12,11 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-import msgspec
 from cyclopts import App
 from msgspec import Struct
 
+from .bars import EXIT_FAILED, VERDICTS, run_job
 from .command_line import run_app
-from .errors import BenchError
-from .loop import run_async
 from .prefix_rounds import Answered, PrefixJob, PrefixResult, measure
 from .report import table
 from .two_samples import compare_samples
@@ -28,8 +26,6 @@ P_BAR = 0.01
 """Each of the two tests calls equal distributions different this often."""
 
 DEFAULT_JOB = PrefixJob()
-EXIT_MISSED = 1
-EXIT_FAILED = 2
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -51,8 +47,7 @@ class Row(Struct, frozen=True, kw_only=True):
         """As text."""
         bar = "" if self.at_least is None else f">= {self.at_least:g}"
         bar = bar if self.at_most is None else f"<= {self.at_most:g}"
-        verdict = {None: "", True: "kept", False: "MISSED"}[self.kept]
-        return [self.title, f"{self.value:.3f}", bar, verdict]
+        return [self.title, f"{self.value:.3f}", bar, VERDICTS[self.kept]]
 
 
 def main(*, job: PrefixJob = DEFAULT_JOB) -> int:
@@ -60,16 +55,7 @@ def main(*, job: PrefixJob = DEFAULT_JOB) -> int:
 
     The exit status is 0 if every bar is kept, 1 if one is missed, 2 if the measurement failed.
     """
-    try:
-        result = run_async(measure(job, lambda text: _say(f"{text} ...\n")))
-        rows = rows_of(result)
-        sys.stdout.write(text_of(result, rows))
-        if job.output is not None:
-            job.output.write_bytes(msgspec.json.encode(result) + b"\n")
-    except (BenchError, OSError) as error:
-        _say(f"bench-prefix: {error}\n")
-        return EXIT_FAILED
-    return EXIT_MISSED if any(row.kept is False for row in rows) else 0
+    return run_job("bench-prefix", lambda tell: measure(job, tell), rows_of, text_of, job.output)
 
 
 def rows_of(result: PrefixResult) -> list[Row]:
@@ -105,10 +91,6 @@ def text_of(result: PrefixResult, rows: list[Row]) -> str:
 
 def _seconds(answers: Sequence[Answered]) -> list[float]:
     return [each.ttft_s for each in answers]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
 
 
 def run(arguments: list[str]) -> int:
