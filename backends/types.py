@@ -7,7 +7,7 @@ Units: times in seconds (`_s`), counts `num_*`, limits `max_*`.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -20,9 +20,20 @@ class FinishReason(StrEnum):
 
 
 class CachePlan(Struct, frozen=True, kw_only=True):
-    """How a request's KV cache is kept. `format` is `k<bits>v<bits>`."""
+    """How a request's KV cache is kept. `format` is `k<bits>v<bits>`.
+
+    In a quantised format the first `sinks` tokens and the latest `recent` ones stay in full precision (and up
+    to 63 more of the latest, until they are demoted together). `demote` says when the others are demoted:
+    `eager` at once, `pressure` only when the cache runs out of blocks, which makes answers depend on what
+    else the engine does. `max_context` is the longest that prompt and output may be together, None for as
+    long as the model allows.
+    """
 
     format: str = "k16v16"
+    sinks: int = 4
+    recent: int = 64
+    demote: Literal["eager", "pressure"] = "eager"
+    max_context: int | None = None
 
 
 class SpeculationPlan(Struct, frozen=True, kw_only=True):
@@ -202,6 +213,24 @@ class SpeculationUsage(Struct, frozen=True, kw_only=True):
     accepted_at: tuple[int, ...] = ()
 
 
+class CacheUsage(Struct, frozen=True, kw_only=True):
+    """Of one request in a quantised format: how its tokens lay in the cache when it ended.
+
+    `tokens` counts them by format, over all choices; `num_demoted_tokens` those that were ever demoted. A
+    request is `reproducible` if nothing that happened to its tokens depended on what else the engine did.
+    """
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    num_demoted_tokens: int = 0
+    reproducible: bool = True
+
+    @property
+    def protected_share(self) -> float:
+        """The share of tokens in full precision; 1 if there are none."""
+        total = sum(self.tokens.values())
+        return self.tokens.get("k16v16", 0) / total if total else 1.0
+
+
 class Timings(Struct, frozen=True, kw_only=True):
     """Where a request's time went: until its first step, its first token, and per token after that."""
 
@@ -218,6 +247,7 @@ class Finished(Struct, frozen=True, tag=True):
     timings: Timings
     num_preemptions: int = 0
     speculation: SpeculationUsage | None = None
+    cache: CacheUsage | None = None
 
 
 Event = Started | PromptEcho | Chunk | Finished
@@ -311,6 +341,17 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
     """Whether acceptance is made up, for a benchmark; outputs are then meaningless."""
 
 
+class FormatStats(Struct, frozen=True, kw_only=True):
+    """What the running requests of one flow hold in one cache format now. Shared blocks count once for each
+    holder.
+    """
+
+    flow: str
+    format: str
+    num_tokens: int = 0
+    num_blocks: int = 0
+
+
 class BackendStats(Struct, frozen=True, kw_only=True):
     """What a backend's metrics are made of. Counters only grow, across engine restarts too.
 
@@ -329,6 +370,11 @@ class BackendStats(Struct, frozen=True, kw_only=True):
     prefix_cache_queries_total: int = 0
     prefix_cache_hits_total: int = 0
     prefix_cache_evictions_total: int = 0
+    block_bytes: int = 0
+    """Bytes of a block in all layers, the same in every format."""
+    formats: tuple[FormatStats, ...] = ()
+    demoted_tokens_total: dict[str, int] = field(default_factory=dict)
+    """Tokens that were demoted, by the format they got."""
     steps_total: int = 0
     step_tokens_total: int = 0
     """Tokens that steps ran, prefill and recomputation included."""
