@@ -216,9 +216,11 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """Token ids `[R]` (int64) of processed `logits` `[R, V]` float32 by the Gumbel rule."""
 
-    def record(self, forward: Callable[[], Tensor]) -> Program | None:
+    def record(self, forward: Callable[[], Tensor], *, known: bool = False) -> Program | None:
         """Note down what `forward` does, without doing it. It may call ops and take views, and it must read
         and write memory that stays where it is; what it computes may depend on the memory's content.
 
-        None where this op set or this function cannot be recorded.
+        None where this op set or this function cannot be recorded. To see whether it can takes several times
+        as long as recording it; `known` says that it was seen already: the same code was recorded before, on
+        other sizes.
         """

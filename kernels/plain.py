@@ -37,5 +37,5 @@ class PlainOps:
             kept.copy_(rows)
             rows.copy_(kept)
 
-    def record(self, forward: Callable[[], Tensor]) -> None:
+    def record(self, forward: Callable[[], Tensor], *, known: bool = False) -> None:
         """There are no launches of ours to note down."""

@@ -39,6 +39,10 @@ class StepReplay:
         self._max_rows = min(max_rows, MAX_ROWS)
         self._inputs = _Inputs.empty(self._max_rows, table_width=64)
         self._programs: OrderedDict[tuple[int, int], Program | None] = OrderedDict()
+        self._seen: set[tuple[int, int]] = set()
+        """Shapes that came once. Recording one takes as long as running it: it pays the second time."""
+        self._is_known = False
+        """Whether the model's forward pass turned out to be one that can be recorded."""
 
     def run(self, step: StepInput) -> Tensor | None:
         """Logits `[N, vocab]` of the step, good until the next one; None for a step of another kind."""
@@ -58,8 +62,12 @@ class StepReplay:
             self._programs.clear()
         shape = num_rows, num_sequences
         if shape not in self._programs:
+            if shape not in self._seen:
+                self._seen.add(shape)
+                return None
             forward = self._forward(self._inputs.of(num_rows, num_sequences))
-            self._programs[shape] = self._ops.record(forward)
+            self._programs[shape] = self._ops.record(forward, known=self._is_known)
+            self._is_known = self._programs[shape] is not None
         self._programs.move_to_end(shape)
         if len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)

@@ -42,6 +42,7 @@ def warm_up_requests(
             model="",
             prompt=TokenPrompt(prompt),
             params=SamplingParams(ignore_eos=True, max_tokens=max_tokens),
+            salt=f"warm-up {number} {now_s}",  # or they would find one another's tokens in the prefix cache
         )
         yield Request(message, prompt, key=-1 - number, max_tokens=max_tokens, seed=0, arrived_s=now_s)
 

@@ -42,8 +42,11 @@ class Pair:
         self._random.shuffle(self._free)
 
     def step(self, rows: dict[int, int], commits: bool = True) -> None:
-        """Run `rows[s]` new rows of each sequence s through both, and compare the logits."""
+        """Run `rows[s]` new rows of each sequence s through both, and compare the logits. A shape is recorded
+        when it comes again.
+        """
         step = self._step(rows)
+        self.replaying.run(step)
         got = self.replaying.run(step).clone()
         want = self.eager.run(step)
         assert got.shape == (step.num_rows, SHAPE["vocab_size"])
@@ -164,6 +167,16 @@ def test_pasts_may_outgrow_the_table(ops: CpuOps, tmp_path: Path) -> None:
     before = pair.programs[2, 2]
     pair.step({0: 1, 1: 1})
     assert pair.programs[2, 2] is before
+
+
+def test_a_shape_is_recorded_when_it_comes_again(ops: CpuOps, tmp_path: Path) -> None:
+    """A step of a shape that came once left no recording, and gave the bits of the recorded one."""
+    pair = Pair(tiny_model("llama", ops, tmp_path), ops, torch.bfloat16)
+    step = pair._step({0: 1, 1: 3})
+    first = pair.replaying.run(step).clone()
+    assert not pair.programs
+    assert torch.equal(pair.replaying.run(step), first)
+    assert list(pair.programs) == [(4, 2)]
 
 
 def test_blocks_of_a_preempted_sequence(ops: CpuOps, tmp_path: Path) -> None:

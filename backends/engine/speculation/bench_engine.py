@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,9 +38,7 @@ _keys = itertools.count()
 
 
 class GroupRun(Struct, frozen=True, kw_only=True):
-    """Requests that were answered together. The decoding alone is timed: from the step after the one in which
-    the last of them got its first token, to the end.
-    """
+    """Requests that were answered, so many at once. Only steps in which all of those decode are timed."""
 
     token_ids: list[tuple[int, ...]]
     num_tokens: int
@@ -49,7 +48,7 @@ class GroupRun(Struct, frozen=True, kw_only=True):
 
     @property
     def token_s(self) -> float:
-        """Seconds per token of all of them together; with one request its TPOT."""
+        """Seconds per token of all of them together; with one at a time the TPOT."""
         return self.seconds / self.num_tokens
 
 
@@ -86,27 +85,35 @@ def run_group(
     group: Sequence[tuple[BenchPrompt, SamplingParams]],
     kind: str,
     plan: SpeculationPlan | None,
+    at_once: int,
 ) -> GroupRun:
-    """Answer all of a group at once; raises `SystemExit` if a request fails."""
-    requests = [_add(engine, parts, prompt, params, kind, plan) for prompt, params in group]
+    """Answer a group, `at_once` requests at a time: the next one begins as soon as one ends. Raises
+    `SystemExit` if a request fails.
+    """
+    waiting = deque(group)
+    requests: list[Request] = []
     finished: list[Finished] = []
-    begun_s, num_before = 0.0, 0
-    while engine.has_work:
-        is_timed = all(request.first_token_s is not None for request in requests)
-        if is_timed and not begun_s:
-            begun_s, num_before = time.perf_counter(), _num_tokens(requests)
-        for output in engine.step():
+    seconds, num_tokens = 0.0, 0
+    while waiting or engine.has_work:
+        while waiting and len(requests) - len(finished) < at_once:
+            requests.append(_add(engine, parts, *waiting.popleft(), kind, plan))
+        is_timed = _all_decode(engine, at_once)
+        begun_s, num_before = time.perf_counter(), _num_tokens(requests)
+        outputs = engine.step()
+        if is_timed:
+            seconds += time.perf_counter() - begun_s
+            num_tokens += _num_tokens(requests) - num_before
+        for output in outputs:
             if isinstance(output.event, BackendError):
                 raise SystemExit(f"a request of {kind} failed: {output.event}")
             if isinstance(output.event, Finished):
                 finished.append(output.event)
-    seconds = time.perf_counter() - begun_s
-    if not begun_s or _num_tokens(requests) == num_before:
-        raise SystemExit(f"{kind}: every answer ended with its first token")
+    if not num_tokens:
+        raise SystemExit(f"{kind}: {at_once} requests never decoded at once")
     usages = [each.speculation or SpeculationUsage() for each in finished]
     return GroupRun(
         token_ids=[_output(request) for request in requests],
-        num_tokens=_num_tokens(requests) - num_before,
+        num_tokens=num_tokens,
         seconds=seconds,
         num_drafted=sum(usage.num_draft_tokens for usage in usages),
         num_accepted=sum(usage.num_accepted_tokens for usage in usages),
@@ -144,6 +151,11 @@ def _add(
     )
     engine.add(request)
     return request
+
+
+def _all_decode(engine: Engine, at_once: int) -> bool:
+    running = engine.scheduler.running
+    return len(running) == at_once and all(sequence.is_decoding for sequence in running)
 
 
 def _output(request: Request) -> tuple[int, ...]:

@@ -51,12 +51,15 @@ class Controller:
         left = sequence.request.max_tokens - sequence.num_output_tokens - 1
         return max(0, min(sequence.request.message.plan.speculation.max_draft, self.ceiling, left))
 
+    def _min_gain(self, sequence: Sequence) -> float:
+        return max(self.settings.min_gain, sequence.request.message.plan.speculation.min_gain)
+
     def choose(self, drafts: Seq[tuple[Sequence, Draft]], bounds: StepBounds, cost: StepCost) -> Choice:
         """Lengths for the drafts of a step, 0 for those that wait for better times."""
         candidates = [
             Candidate(
                 self.acceptance.survival(sequence, draft),
-                min_gain=sequence.request.message.plan.speculation.min_gain,
+                min_gain=self._min_gain(sequence),
             )
             for sequence, draft in drafts
         ]
@@ -91,8 +94,7 @@ class Controller:
         for prospect in prospects:
             survival = self.acceptance.survival(prospect.sequence, ahead((0,) * prospect.max_tokens))
             if worth_catching_up(prospect, survival, token_s, passes.row_s):
-                min_gain = prospect.sequence.request.message.plan.speculation.min_gain
-                runners.append(Runner(survival, prospect.num_rows, min_gain))
+                runners.append(Runner(survival, prospect.num_rows, self._min_gain(prospect.sequence)))
                 chosen.append(prospect)
         mean_context = sum(len(each.sequence.token_ids) for each in chosen) / max(len(chosen), 1)
         depth = choose_depth(
