@@ -84,6 +84,11 @@ class Classes:
         self._classes = {**DEFAULT_CLASSES, **classes}
 
     @property
+    def by_name(self) -> Mapping[str, SlaClass]:
+        """Each class under its name."""
+        return self._classes
+
+    @property
     def names(self) -> Collection[str]:
         """What a tenant's file may name."""
         return self._classes.keys()

@@ -19,7 +19,7 @@ from surefoot.backends.engine.simulation import SimulationSettings as Simulation
 from surefoot.backends.engine.simulation import simulate_machine
 from surefoot.backends.engine.simulation_report import report_text as simulation_text
 from surefoot.backends.engine.start import EngineOptions, make_backend
-from surefoot.backends.engine.trace import TraceError
+from surefoot.backends.engine.trace import Promise, TraceError
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.policies.base import Policy
 from surefoot.policies.registry import PolicyError, load_policies, serving_policy
@@ -30,7 +30,7 @@ from .http_settings import HttpSettings
 from .logs import configure_logs
 from .server import serve
 from .settings import ServeSettings, SettingsError, check_exposure
-from .sla import Classes, load_classes
+from .sla import Classes, ClassesError, load_classes
 from .tenant_folder import TenantFolder
 from .tenant_watch import TenantWatch
 from .tenants import Tenants, local_tenant
@@ -63,7 +63,7 @@ def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
     """
     configure_logs(settings.log_format, settings.log_level)
     policies = _policies()
-    classes = Classes() if settings.classes is None else load_classes(settings.classes)
+    classes = load_sla(settings)
     tenants, watch = load_tenants(settings, policies.keys(), classes.names)
     check_exposure(settings.host, tenants.keys_required)
     # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
@@ -121,14 +121,28 @@ def run_simulation(settings: ServeSettings, what: Mapping[str, Any], *, as_json:
     except ValueError as error:
         raise SettingsError(str(error)) from error
     try:
-        report = simulate_machine(engine_options(settings), asked, progress=_tell)
-    except (TraceError, ModelNotFound) as error:
+        promises = _promises(load_sla(settings))
+        report = simulate_machine(engine_options(settings), asked, promises, progress=_tell)
+    except (TraceError, ClassesError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
     except ModelError as error:
         _tell(f"surefoot: the model could not be loaded: {error}")
         return EXIT_NO_MODEL
     sys.stdout.write(_json(report) if as_json else simulation_text(report))
     return 0
+
+
+def _promises(classes: Classes) -> dict[str, Promise]:
+    """What each class stands for in the scheduler's terms."""
+    return {
+        name: Promise(priority=sla.priority, ttft_target_s=sla.ttft_target_s, tpot_target_s=sla.tpot_target_s)
+        for name, sla in classes.by_name.items()
+    }
+
+
+def load_sla(settings: ServeSettings) -> Classes:
+    """The classes of the settings' file, or the usual ones. Raises `ClassesError`."""
+    return Classes() if settings.classes is None else load_classes(settings.classes)
 
 
 def load_tenants(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +34,14 @@ from .settings import EngineSettings
 from .simulation_report import percentile
 from .simulator import blocks_of
 from .start import EngineOptions, load_parts
-from .trace import DEFAULT_PROMISES, Lengths, Promise, TraceRequest, synthetic_trace
+from .trace import Lengths, Promise, TraceRequest, synthetic_trace
+
+PROMISES: Mapping[str, Promise] = {
+    "interactive": Promise(priority=200, ttft_target_s=0.5, tpot_target_s=0.1),
+    "standard": Promise(priority=100, ttft_target_s=5.0, tpot_target_s=0.25),
+    "batch": Promise(),
+}
+"""What is promised here; what a server promises is its operator's choice."""
 
 OVERLOAD = 1.5
 INTERACTIVE_BAR, BATCH_BAR = 0.95, 0.85
@@ -170,7 +177,7 @@ async def run_crowd(parts: EngineParts) -> Crowd:
 
 async def _crowd_answers(parts: EngineParts, trace: Sequence[TraceRequest], num_blocks: int) -> list[Answer]:
     async with served(parts, _settings(parts, num_blocks, NUM_CROWD), PromiseScheduler) as backend:
-        return await play(backend, trace, DEFAULT_PROMISES.__getitem__, 600.0)
+        return await play(backend, trace, PROMISES.__getitem__, 600.0)
 
 
 def rate(answers: Sequence[Answer], from_s: float, to_s: float) -> float:
@@ -238,9 +245,9 @@ def _arm(job: Job, name: str, answers: list[Answer], predicted_share: float, cap
 
 def _promises(job: Job) -> dict[str, Promise]:
     interactive = replace(
-        DEFAULT_PROMISES["interactive"], ttft_target_s=job.ttft_target, tpot_target_s=job.tpot_target
+        PROMISES["interactive"], ttft_target_s=job.ttft_target, tpot_target_s=job.tpot_target
     )
-    return {**DEFAULT_PROMISES, "interactive": interactive}
+    return {**PROMISES, "interactive": interactive}
 
 
 def _settings(parts: EngineParts, num_blocks: int, max_sequences: int) -> EngineSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,8 @@ from .simulation_report import SimulationReport, report_of
 from .simulator import Machine, simulate
 from .start import EngineOptions, Progress, cost_file, engine_settings, load_parts
 from .trace import (
-    DEFAULT_PROMISES,
     Lengths,
+    Promise,
     TraceError,
     TraceRequest,
     parse_rates,
@@ -55,10 +56,15 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
 
 
 def simulate_machine(
-    options: EngineOptions, what: SimulationSettings, progress: Progress
+    options: EngineOptions,
+    what: SimulationSettings,
+    promises: Mapping[str, Promise],
+    progress: Progress,
 ) -> SimulationReport:
-    """Simulate the server that `options` would start; raises `TraceError` and `ModelError`."""
-    trace = trace_of(what)
+    """Simulate the server that `options` would start, with what its classes promise; raises `TraceError` and
+    `ModelError`.
+    """
+    trace = trace_of(what, promises)
     known = machine_cost(options, what.cost, progress)
     machine = Machine(
         settings=EngineSettings(
@@ -73,15 +79,15 @@ def simulate_machine(
         num_blocks=what.cache_blocks or known.num_blocks,
         cost=known.cost.faster(what.speed),
     )
-    result = simulate(trace, machine, make_scheduler=SCHEDULERS[what.scheduler])
+    result = simulate(trace, machine, make_scheduler=SCHEDULERS[what.scheduler], promises=promises)
     return report_of(result, what.scheduler, what.speed)
 
 
-def trace_of(what: SimulationSettings) -> list[TraceRequest]:
-    """The file's requests, or synthetic ones; raises `TraceError`."""
+def trace_of(what: SimulationSettings, classes: Collection[str]) -> list[TraceRequest]:
+    """The file's requests, or synthetic ones; raises `TraceError`, also for a class that there is not."""
     if what.trace is not None:
         return read_trace(what.trace)
-    rates = parse_rates(what.rate, DEFAULT_PROMISES)
+    rates = parse_rates(what.rate, classes)
     lengths = Lengths(prompt_tokens=what.prompt_tokens, output_tokens=what.output_tokens)
     trace = synthetic_trace(rates, what.duration, lengths, what.seed)
     if not trace:

@@ -24,7 +24,7 @@ from .scheduler_load import UnitCost, load_of
 from .sequence import Request
 from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
-from .trace import DEFAULT_PROMISES, Promise, TraceRequest
+from .trace import Promise, TraceRequest
 
 PUBLISH_EVERY_S = 0.25
 """As often as the engine's thread does."""
@@ -83,9 +83,9 @@ def simulate(
     machine: Machine,
     *,
     make_scheduler: MakeScheduler = PromiseScheduler,
-    promises: Mapping[str, Promise] = DEFAULT_PROMISES,
+    promises: Mapping[str, Promise],
 ) -> SimulationResult:
-    """Serve a trace, sorted by arrival, to its end."""
+    """Serve a trace, sorted by arrival, to its end. `promises` are those of the classes that it names."""
     return Simulation(machine, make_scheduler, promises).run(trace)
 
 

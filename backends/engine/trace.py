@@ -22,13 +22,6 @@ class Promise(Struct, frozen=True, kw_only=True):
     tpot_target_s: float | None = None
 
 
-DEFAULT_PROMISES: Mapping[str, Promise] = {
-    "interactive": Promise(priority=200, ttft_target_s=0.5, tpot_target_s=0.1),
-    "standard": Promise(priority=100, ttft_target_s=5.0, tpot_target_s=0.25),
-    "batch": Promise(),
-}
-
-
 class TraceRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One line of a trace. What it does not say of priority and targets, its class does.
 

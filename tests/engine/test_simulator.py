@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from surefoot.backends.engine.bench_classes import PROMISES
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.machine_file import MachineCost, load_machine, save_machine
@@ -17,7 +18,6 @@ from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.simulation_report import percentile, report_of, report_text
 from surefoot.backends.engine.simulator import Machine, Outcome, SimulationResult, simulate
 from surefoot.backends.engine.trace import (
-    DEFAULT_PROMISES,
     Lengths,
     TraceError,
     TraceRequest,
@@ -44,7 +44,7 @@ def run(
 ) -> SimulationResult:
     """A synthetic load."""
     trace = synthetic_trace(rates, duration_s, LENGTHS, seed)
-    return simulate(trace, machine, make_scheduler=make)
+    return simulate(trace, machine, make_scheduler=make, promises=PROMISES)
 
 
 def of_class(result: SimulationResult, name: str) -> list[Outcome]:
@@ -103,7 +103,9 @@ def test_low_load_waits_for_nothing() -> None:
     assert all(outcome.is_good for outcome in result.outcomes)
     delays: dict[str, list[float]] = {"interactive": [], "batch": []}
     for outcome in result.outcomes:
-        alone = simulate([msgspec.structs.replace(outcome.request, arrival_s=0.0)], MACHINE).outcomes[0]
+        alone = simulate(
+            [msgspec.structs.replace(outcome.request, arrival_s=0.0)], MACHINE, promises=PROMISES
+        ).outcomes[0]
         assert outcome.timings is not None
         assert alone.timings is not None
         assert outcome.timings.ttft_s is not None
@@ -130,7 +132,7 @@ def test_half_the_cache_is_no_failure() -> None:
         )
         for key in range(64)
     ]
-    result = simulate(trace, tight)
+    result = simulate(trace, tight, promises=PROMISES)
     assert all(outcome.timings is not None for outcome in result.outcomes)
     wanted = sum(each.prompt_tokens + each.output_tokens - 1 for each in trace)
     assert result.num_rows <= 1.05 * wanted
@@ -164,7 +166,7 @@ def test_a_report_counts_by_class() -> None:
         TraceRequest(arrival_s=0.0, prompt_tokens=10, output_tokens=5, sla_class="interactive"),
         TraceRequest(arrival_s=1.0, prompt_tokens=10, output_tokens=100_000, sla_class="batch"),
     ]
-    report = report_of(simulate(trace, MACHINE), "promise", 1.0)
+    report = report_of(simulate(trace, MACHINE, promises=PROMISES), "promise", 1.0)
     interactive, batch = report.classes
     assert (interactive.sla_class, batch.sla_class) == ("interactive", "batch")
     assert (batch.num_requests, batch.num_served, batch.refusals) == (2, 1, {"context": 1})
@@ -206,7 +208,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 def test_bad_rates_are_refused(word: str) -> None:
     """A rate is a known class and a number above 0."""
     with pytest.raises(TraceError, match=word):
-        parse_rates([word], DEFAULT_PROMISES)
+        parse_rates([word], PROMISES)
 
 
 def test_synthetic_traces_have_their_rates_and_lengths() -> None:

@@ -252,6 +252,19 @@ def test_simulate_reads_its_own_example(cli: Cli, tmp_path: Path, cost_file: str
     assert re.search(r"^interactive +1 +0 +", outcome.out, re.MULTILINE)
 
 
+def test_simulate_serves_the_operators_own_classes(cli: Cli, tmp_path: Path, cost_file: str) -> None:
+    """A class of the settings' file can be simulated, and what it promises is what counts as good."""
+    classes = tmp_path / "classes.toml"
+    goodput = {}
+    for target_s in (1e-6, 10.0):
+        classes.write_text(f"[nightly]\npriority = 5\nttft_target_s = {target_s}\n")
+        arguments = ("--rate", "nightly=1", "--classes", str(classes), "--cost", cost_file, "--json")
+        outcome = cli("simulate", *arguments)
+        assert (outcome.status, outcome.err) == (0, "")
+        goodput[target_s] = msgspec.json.decode(outcome.out)["classes"][0]["goodput"]
+    assert goodput == {1e-6: 0.0, 10.0: 1.0}
+
+
 def test_simulate_as_json(cli: Cli, cost_file: str) -> None:
     """`--json` has every figure; scheduler, speed, rates and settings reach the simulation."""
     rates = ("--rate", "interactive=2", "--rate", "batch=9", "--duration", "20")
