@@ -40,7 +40,12 @@ Rule = Callable[[Observation], Opinion]
 
 
 def pressure(seen: Observation) -> Opinion:
-    """Keep all bits while the cache has room for this class, unless the prompt is long."""
+    """Keep all bits while the cache has room for this class, unless the prompt is long.
+
+    Where the engine demotes under pressure, it does just that by itself, and with what it sees later.
+    """
+    if seen.bounds.cache.demote == "pressure" and not seen.must_repeat:
+        return Opinion("bits are given up under pressure only, whatever the pressure now")
     least = PRESSURE_BY_CLASS.get(seen.service_class, PRESSURE_BY_CLASS["standard"])
     if seen.cache_pressure >= least:
         return Opinion(f"cache pressure {seen.cache_pressure:.2f} is {least:g} or more for this class")
