@@ -37,6 +37,7 @@ BOUNDS = PlanBounds(
     speculation=SpeculationBounds(max_draft=8, proposers=("suffix", "ngram"), min_gain=0.02),
     cache=CacheBounds(format="k8v4"),
 )
+SMALL = replace(BOUNDS, cache=CacheBounds(format="k4v4"))
 PRESSURE = replace(BOUNDS, cache=CacheBounds(format="k4v4", demote="pressure"))
 SEEN = Observation(tenant_id="acme", model="m", bounds=BOUNDS)
 
@@ -247,11 +248,25 @@ def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool
 @pytest.mark.parametrize(
     ("observed", "plan", "word"),
     [
-        ({"num_prompt_tokens": 1000}, "draft8", "pressure 0.00 is below 0.7"),
-        ({"num_prompt_tokens": 1000, "cache_pressure": 0.7}, "k8v4+draft8", "no rule is against"),
-        ({"num_prompt_tokens": 1000, "cache_pressure": 0.8, "service_class": "interactive"}, "draft8", "0.9"),
-        ({"num_prompt_tokens": 1000, "service_class": "batch"}, "k8v4+draft8", "no rule is against"),
-        ({"num_prompt_tokens": 5000}, "k8v4+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 1000}, "k8v4+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 1000, "bounds": SMALL}, "k8v4+draft8", "pressure 0.00 is below 0.7"),
+        ({"num_prompt_tokens": 1000, "bounds": SMALL, "cache_pressure": 0.7}, "k4v4+draft8", "no rule is"),
+        (
+            {
+                "num_prompt_tokens": 1000,
+                "bounds": SMALL,
+                "cache_pressure": 0.8,
+                "service_class": "interactive",
+            },
+            "k8v4+draft8",
+            "0.9",
+        ),
+        (
+            {"num_prompt_tokens": 1000, "bounds": SMALL, "service_class": "batch"},
+            "k4v4+draft8",
+            "no rule is",
+        ),
+        ({"num_prompt_tokens": 5000, "bounds": SMALL}, "k4v4+draft8", "no rule is against"),
         ({"num_prompt_tokens": 100, "cache_pressure": 1.0}, "draft8", "fewer than 512"),
         ({"cache_pressure": 1.0, "acceptance": 0.5}, "k8v4+draft3", "beyond 3 useless"),
         ({"cache_pressure": 1.0, "acceptance": 0.0}, "k8v4+draft1", "beyond 1 useless"),
@@ -260,7 +275,7 @@ def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool
         ({"cache_pressure": 1.0, "quality_loss": 0.06}, "draft8", "all bits"),
         ({"num_prompt_tokens": 1000, "bounds": PRESSURE}, "k4v4-pressure+draft8", "no rule is against"),
         ({"num_prompt_tokens": 100, "bounds": PRESSURE}, "draft8", "fewer than 512"),
-        ({"num_prompt_tokens": 1000, "bounds": PRESSURE, "has_seed": True}, "draft8", "is below 0.7"),
+        ({"num_prompt_tokens": 1000, "bounds": PRESSURE, "has_seed": True}, "k8v4-pressure+draft8", "0.7"),
     ],
 )
 def test_adaptive(observed: dict[str, Any], plan: str, word: str) -> None:
