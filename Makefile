@@ -28,7 +28,7 @@ PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-versio
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check format lock clean bench-main bench-classes bench-prefix bench-scheduler bench-speculation \
-	bench-draft-lengths bench-tenants peers bench-peers kernels-table
+	bench-draft-lengths bench-policy-day bench-tenants peers bench-peers kernels-table
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ bench-main: $(RUNTIME) ## Measure the main job's bars (ARGS="--rounds 1 ...")
 
 bench-prefix: $(RUNTIME) ## Measure what a prefix hit saves, and whether tenants can be timed
 	@$(BIN)/python -m surefoot.bench.prefix_job $(ARGS)
+
+bench-policy-day: $(RUNTIME) ## Simulate a mixed day under each fixed plan and under adaptive (ARGS="--hour 15 ...")
+	@$(BIN)/python -m surefoot.bench.policy_day $(ARGS)
 
 bench-tenants: $(RUNTIME) ## Measure tenant files and policies (ARGS="--files 10000")
 	@$(BIN)/python -m surefoot.gateway.tenants_bench $(ARGS)

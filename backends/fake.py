@@ -17,11 +17,13 @@ from .types import (
     BackendState,
     BackendStats,
     BackendStatus,
+    CacheUsage,
     ChatPrompt,
     Chunk,
     Event,
     Finished,
     FinishReason,
+    FormatStats,
     GenerateRequest,
     ModelCard,
     Prompt,
@@ -36,6 +38,8 @@ from .types import (
     TopLogprob,
     Usage,
 )
+
+BLOCK_BYTES = 1024
 
 
 class Script(Struct, frozen=True, kw_only=True):
@@ -54,6 +58,7 @@ class Script(Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     speculation: SpeculationUsage | None = None
+    cache: CacheUsage | None = None
 
 
 class FakeBackend:
@@ -72,6 +77,8 @@ class FakeBackend:
         self.requests: list[GenerateRequest] = []
         self.scheduler_view = SchedulerView()
         self.speculation = SpeculationStats()
+        self.formats: tuple[FormatStats, ...] = ()
+        self.demoted_tokens_total: dict[str, int] = {}
         self.forgotten: list[str] = []
         """Flows whose outputs were to be forgotten."""
         self.num_running = 0
@@ -96,11 +103,14 @@ class FakeBackend:
 
     @property
     def stats(self) -> BackendStats:
-        """Requests held by a gate count as running; `speculation` is what tests set."""
+        """Requests held by a gate count as running; drafts, formats and demotions are what tests set."""
         return BackendStats(
             num_running=self.num_running,
             num_blocks=100,
             num_blocks_used=self.num_running,
+            block_bytes=BLOCK_BYTES,
+            formats=self.formats,
+            demoted_tokens_total=self.demoted_tokens_total,
             prompt_tokens_total=self.num_prompt_tokens,
             output_tokens_total=self.num_output_tokens,
             prefix_cache_queries_total=self.num_prompt_tokens,
@@ -173,6 +183,7 @@ class FakeBackend:
             raise script.error_at_start
         num_prompt_tokens = len(_prompt_tokens(request.prompt))
         limit, wanted = self._models[0].max_model_len, request.params.max_tokens or 0
+        limit = min(limit, request.plan.cache.max_context or limit)
         if num_prompt_tokens + wanted > limit:
             raise ContextTooLong(
                 f"This model's context is {limit} tokens, but {num_prompt_tokens} of prompt and {wanted} of"
@@ -225,7 +236,7 @@ class FakeBackend:
         ttft = (first or now) - begun
         tpot = (now - begun - ttft) / (len(pieces) - 1) if len(pieces) > 1 else None
         timings = Timings(queue_s=ttft, ttft_s=ttft, tpot_s=tpot, total_s=now - begun)
-        yield Finished(usage, timings, script.num_preemptions, script.speculation)
+        yield Finished(usage, timings, script.num_preemptions, script.speculation, script.cache)
 
     async def _wait(self, gate: asyncio.Event | None, deadline_s: float | None, begun: float) -> None:
         if gate is None:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
-from surefoot.backends.types import Chunk, PromptEcho, SpeculationUsage, TokenLogprob, Usage
+from surefoot.backends.types import CacheUsage, Chunk, PromptEcho, SpeculationUsage, TokenLogprob, Usage
 
 from . import responses as body
 from .text_offsets import token_offsets
@@ -38,6 +38,8 @@ class Label(Struct, frozen=True, kw_only=True):
     includes_metrics: bool = False
     max_draft: int = 0
     """The longest draft of the plan."""
+    cache_format: str = "k16v16"
+    """The least precise format of the plan."""
 
 
 class Totals(Struct, frozen=True):
@@ -45,6 +47,7 @@ class Totals(Struct, frozen=True):
 
     usage: Usage
     drafts: SpeculationUsage = SpeculationUsage()
+    cache: CacheUsage | None = None
 
 
 class Answer(Protocol[P]):
@@ -89,22 +92,35 @@ def _usage(totals: Totals | None, label: Label) -> body.UsageBody | UnsetType | 
 
 
 def _metrics(totals: Totals | None, label: Label, num_sequences: int) -> body.MetricsBody | UnsetType:
-    """How drafts fared, at the end, where the client asked for it."""
+    """How drafts and the cache fared, at the end, where the client asked for it."""
     if totals is None or not label.includes_metrics:
         return UNSET
-    if not label.max_draft or num_sequences != 1:
-        return body.MetricsBody(None)
-    drafts = totals.drafts
+    has_drafts = label.max_draft > 0 and num_sequences == 1
     return body.MetricsBody(
-        body.SpeculationBody(
-            mean_acceptance_length=1.0 + drafts.num_accepted_tokens / max(drafts.num_drafts, 1),
-            draft_acceptance_rate=drafts.num_accepted_tokens / max(drafts.num_draft_tokens, 1),
-            acceptance_histogram=_histogram(drafts, label.max_draft),
-            num_spec_steps=drafts.num_drafts,
-            num_accepted_draft_tokens=drafts.num_accepted_tokens,
-            num_draft_tokens=drafts.num_draft_tokens,
-            num_spec_tokens=label.max_draft,
-        )
+        speculative_decoding=_drafts_body(totals.drafts, label.max_draft) if has_drafts else None,
+        cache=None if totals.cache is None else _cache_body(totals.cache, label.cache_format),
+    )
+
+
+def _drafts_body(drafts: SpeculationUsage, max_draft: int) -> body.SpeculationBody:
+    return body.SpeculationBody(
+        mean_acceptance_length=1.0 + drafts.num_accepted_tokens / max(drafts.num_drafts, 1),
+        draft_acceptance_rate=drafts.num_accepted_tokens / max(drafts.num_draft_tokens, 1),
+        acceptance_histogram=_histogram(drafts, max_draft),
+        num_spec_steps=drafts.num_drafts,
+        num_accepted_draft_tokens=drafts.num_accepted_tokens,
+        num_draft_tokens=drafts.num_draft_tokens,
+        num_spec_tokens=max_draft,
+    )
+
+
+def _cache_body(cache: CacheUsage, cache_format: str) -> body.CacheBody:
+    return body.CacheBody(
+        format=cache_format,
+        tokens=cache.tokens,
+        num_demoted_tokens=cache.num_demoted_tokens,
+        protected_share=round(cache.protected_share, 6),
+        reproducible=cache.reproducible,
     )
 
 

@@ -1,4 +1,4 @@
-"""Request fields that may change how soon an answer is there, and never what it says."""
+"""Request fields that choose among what a tenant may have: of drafts, and of the cache's precision."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from surefoot.policies.bounds import MAX_DRAFT
+from surefoot.policies.bounds import FORMATS, MAX_DRAFT
 
 from .errors import InvalidValue, shortened
-from .limits import Range, check_range
+from .limits import MAX_COUNT, Range, check_range
 from .messages import read_content
 
 DRAFT_LENGTH = Range(low=0, high=MAX_DRAFT)
+CONTEXT = Range(low=1, high=MAX_COUNT)
 
 
 class Prediction(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -45,3 +46,20 @@ class SpeculationWish(Struct, forbid_unknown_fields=True, kw_only=True):
         """Raise `InvalidValue` for a length that no plan has."""
         if self.max_draft is not None:
             check_range("speculation.max_draft", self.max_draft, DRAFT_LENGTH)
+
+
+class CacheWish(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The least precise cache format and the longest context that a request wants."""
+
+    format: str | None = None
+    max_context: int | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidValue` for a format or a context that no plan has."""
+        if self.format is not None and self.format not in FORMATS:
+            raise InvalidValue(
+                f"'cache.format' must be one of {', '.join(FORMATS)}, but it is '{shortened(self.format)}'.",
+                "cache.format",
+            )
+        if self.max_context is not None:
+            check_range("cache.max_context", self.max_context, CONTEXT)

@@ -26,6 +26,7 @@ from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
 
 from .buckets import LAG_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
+from .cache_metrics import CacheCollector
 from .promise_metrics import PromiseMetrics
 from .record import RequestRecord
 from .speculation_metrics import SpeculationCollector
@@ -50,6 +51,7 @@ GAUGES = (
     Reading("surefoot_cache_blocks", "Blocks that the cache has.", lambda s: s.num_blocks),
     Reading("surefoot_cache_blocks_used", "Blocks that requests hold.", lambda s: s.num_blocks_used),
     Reading("surefoot_cache_blocks_cached", "Free blocks with a prefix.", lambda s: s.num_blocks_cached),
+    Reading("surefoot_cache_block_bytes", "Bytes of a block, in any format.", lambda s: s.block_bytes),
     Reading("surefoot_step_sequences", "Sequences of the last step.", lambda s: s.last_step_sequences),
     Reading("surefoot_step_tokens", "Tokens of the last step.", lambda s: s.last_step_tokens),
 )
@@ -81,6 +83,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         registry.register(BackendCollector(backends))
         registry.register(SpeculationCollector(backends))
+        registry.register(CacheCollector(backends))
         registry.register(LoopCollector())
 
         def seconds(

@@ -48,6 +48,9 @@ class Observer:
             hour=self._now() % 86400 / 3600,
             override=override.plan if override else None,
             max_draft=asked.max_draft,
+            cache_format=asked.cache.format if asked.cache else None,
+            max_context=asked.cache.max_context if asked.cache else None,
+            has_seed=asked.seed is not None,
             bounds=tenant.bounds,
         )
 

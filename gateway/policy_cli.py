@@ -44,11 +44,10 @@ REPLAY = """\
 Ask a policy about recorded requests: which would have had another plan?
 
 The log is that of a server with --log-format json --log-level debug. Without
---policy it is asked what the tenants' own policies say in this version, and with
---unserved also about plans that this version does not serve yet:
+--policy it is asked what the tenants' own policies say in this version:
 
+    surefoot policy replay surefoot.log
     surefoot policy replay surefoot.log --policy adaptive
-    surefoot policy replay surefoot.log --policy adaptive --unserved
 """
 
 TenantsFlag = Annotated[
@@ -59,9 +58,6 @@ TenantArgument = Annotated[str, Parameter(help="The tenant's id")]
 TenantFlag = Annotated[str, Parameter(name="--tenant", help="The tenant's id")]
 LogArgument = Annotated[Path, Parameter(help="Log in JSON lines")]
 PolicyFlag = Annotated[str | None, Parameter(name="--policy", help="Name of the policy to ask")]
-UnservedFlag = Annotated[
-    bool, Parameter(name="--unserved", negative="", help="As if every plan were served already")
-]
 ConfigFlag = Annotated[
     Path | None, Parameter(name="--config", help="TOML file of settings (or SUREFOOT_CONFIG)")
 ]
@@ -110,9 +106,9 @@ def build_policy_app(environ: Mapping[str, str]) -> App:
         explain_plan(*files_of(tenants, config), tenant, seen)
 
     @app.command(name="replay", help=REPLAY)
-    def replay(log: LogArgument, *, policy: PolicyFlag = None, unserved: UnservedFlag = False) -> None:
+    def replay(log: LogArgument, *, policy: PolicyFlag = None) -> None:
         from .policy_commands import replay_log
 
-        replay_log(log, policy, unserved=unserved)
+        replay_log(log, policy)
 
     return app

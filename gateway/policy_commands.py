@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from surefoot.backends.types import BASELINE_PLAN, CachePlan
 from surefoot.policies.base import Decision, Observation, Policy
 from surefoot.policies.registry import PolicyError, load_policies, serving_policy
 from surefoot.policies.replay import RecordError, Replay, read_records, replay
-from surefoot.policies.supported import EVERYTHING, SUPPORTED
 
 from .decode import did_you_mean
 from .errors import InvalidValue
@@ -54,12 +54,12 @@ def explain_plan(folder: Path, classes: Path | None, tenant_id: str, seen: Situa
     _say(_explanation(observation, serving_policy(_policies()).decide(observation)))
 
 
-def replay_log(log: Path, policy: str | None, *, unserved: bool) -> None:
+def replay_log(log: Path, policy: str | None) -> None:
     """Print which requests of a log would have had another plan. Raises `SettingsError`."""
     policies = _policies()
     if policy is not None and policy not in policies:
         raise SettingsError(f"there is no policy '{policy}'; known are {', '.join(policies)}")
-    serving = serving_policy(policies, EVERYTHING if unserved else SUPPORTED)
+    serving = serving_policy(policies)
     try:
         with log.open("rb") as lines:
             _say(_replay_text(replay(read_records(lines), serving, policy)))
@@ -107,6 +107,7 @@ def _observation(tenant: Tenant, classes: Classes, seen: Situation) -> Observati
         acceptance=seen.acceptance,
         quality_loss=seen.quality_loss,
         hour=seen.hour,
+        has_seed=seen.has_seed,
         bounds=tenant.bounds,
     )
 
@@ -139,7 +140,17 @@ def _explanation(observation: Observation, decision: Decision) -> str:
     width = max(len(name) for _, name, _ in rows)
     lines = [f"{kind}  {name:{width}}  {says}\n" for kind, name, says in rows]
     drafts = f"drafts of up to {plan.speculation.max_draft}" if plan.speculation.max_draft else "no drafts"
-    return "".join(lines) + f"      cache {plan.cache.format}, {drafts}\n"
+    return "".join(lines) + f"      {_cache_text(plan.cache)}; {drafts}\n"
+
+
+def _cache_text(cache: CachePlan) -> str:
+    words = [f"cache {cache.format}"]
+    if cache.format != BASELINE_PLAN.cache.format:
+        when = "at once" if cache.demote == "eager" else "when the cache is full"
+        words.append(f"{when}, but for the first {cache.sinks} and the latest {cache.recent} tokens")
+    if cache.max_context is not None:
+        words.append(f"contexts of up to {cache.max_context} tokens")
+    return ", ".join(words)
 
 
 def _replay_text(result: Replay) -> str:

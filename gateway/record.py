@@ -8,7 +8,16 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from surefoot.backends.types import Chunk, Event, Finished, SpeculationUsage, Started, Timings, Usage
+from surefoot.backends.types import (
+    CacheUsage,
+    Chunk,
+    Event,
+    Finished,
+    SpeculationUsage,
+    Started,
+    Timings,
+    Usage,
+)
 from surefoot.policies.base import Decision, Observation
 
 from .answers import Totals
@@ -49,6 +58,8 @@ class RequestRecord(Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     drafts: SpeculationUsage = SpeculationUsage()
+    cache: CacheUsage | None = None
+    """None where no prompt has finished in a quantised format."""
     finish_reasons: list[str] = field(default_factory=list)
     timings: list[Timings] = field(default_factory=list)
 
@@ -102,7 +113,7 @@ class RequestRecord(Struct, kw_only=True):
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens,
         )
-        return Totals(usage, self.drafts)
+        return Totals(usage, self.drafts, self.cache)
 
     def observe(self, event: Event) -> None:
         """Count what a backend's event says."""
@@ -120,6 +131,8 @@ class RequestRecord(Struct, kw_only=True):
             self.num_preemptions += event.num_preemptions
             if event.speculation is not None:
                 self.drafts = _added(self.drafts, event.speculation)
+            if event.cache is not None:
+                self.cache = event.cache if self.cache is None else _together(self.cache, event.cache)
             self.timings.append(event.timings)
 
     def _draft_fields(self) -> dict[str, Any]:
@@ -132,6 +145,17 @@ class RequestRecord(Struct, kw_only=True):
             "draft_tokens": drafts.num_draft_tokens,
             "accepted_tokens": drafts.num_accepted_tokens,
             "mean_acceptance_length": _round(1.0 + drafts.num_accepted_tokens / drafts.num_drafts),
+        }
+
+    def _cache_fields(self) -> dict[str, Any]:
+        """Nothing where all bits were kept."""
+        if self.cache is None:
+            return {}
+        return {
+            "cache_tokens": self.cache.tokens,
+            "demoted_tokens": self.cache.num_demoted_tokens,
+            "protected_share": _round(self.cache.protected_share),
+            "reproducible": self.cache.reproducible,
         }
 
     def log_fields(self) -> dict[str, Any]:
@@ -163,6 +187,7 @@ class RequestRecord(Struct, kw_only=True):
                 "cached_tokens": self.num_cached_tokens,
                 "preemptions": self.num_preemptions,
                 **self._draft_fields(),
+                **self._cache_fields(),
                 "within_target": self.within_target,
                 "finish_reason": ",".join(sorted(set(self.end_reasons))) or None,
                 "queue_s": _round(max((each.queue_s for each in self.timings), default=None)),
@@ -181,6 +206,15 @@ def _added(a: SpeculationUsage, b: SpeculationUsage) -> SpeculationUsage:
         num_predicted_tokens=a.num_predicted_tokens + b.num_predicted_tokens,
         num_accepted_predicted_tokens=a.num_accepted_predicted_tokens + b.num_accepted_predicted_tokens,
         accepted_at=tuple(x + y for x, y in zip_longest(a.accepted_at, b.accepted_at, fillvalue=0)),
+    )
+
+
+def _together(a: CacheUsage, b: CacheUsage) -> CacheUsage:
+    """Of the tokens of both."""
+    return CacheUsage(
+        tokens={name: a.tokens.get(name, 0) + b.tokens.get(name, 0) for name in {**a.tokens, **b.tokens}},
+        num_demoted_tokens=a.num_demoted_tokens + b.num_demoted_tokens,
+        reproducible=a.reproducible and b.reproducible,
     )
 
 

@@ -45,10 +45,30 @@ class SpeculationBody(Struct, frozen=True, kw_only=True):
     num_spec_tokens: int
 
 
-class MetricsBody(Struct, frozen=True):
-    """What a request can learn of itself; null for a plan without drafts, and for several sequences."""
+class CacheBody(Struct, frozen=True, kw_only=True):
+    """How a request's tokens lay in the cache when it ended, over all its sequences.
 
-    speculative_decoding: SpeculationBody | None
+    `tokens` counts them by format, `num_demoted_tokens` those that lost bits on the way, `protected_share` is
+    the share that has all of them. A request that is not `reproducible` lost some when the cache was full, so
+    the same one may be answered otherwise at another time.
+    """
+
+    format: str
+    tokens: dict[str, int]
+    num_demoted_tokens: int
+    protected_share: float
+    reproducible: bool
+
+
+class MetricsBody(Struct, frozen=True, kw_only=True):
+    """What a request can learn of itself.
+
+    `speculative_decoding` is null for a plan without drafts and for several sequences, `cache` for one that
+    keeps all bits.
+    """
+
+    speculative_decoding: SpeculationBody | None = None
+    cache: CacheBody | None = None
 
 
 class Head(Struct, frozen=True, kw_only=True):

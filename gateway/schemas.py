@@ -15,7 +15,7 @@ from surefoot.backends.types import ChatPrompt, Prompt, SamplingParams, TextProm
 
 from .errors import InvalidValue, MissingField, Unsupported, shortened
 from .fields import refuse_unsupported
-from .hints import Prediction, SpeculationWish
+from .hints import CacheWish, Prediction, SpeculationWish
 from .limits import (
     BIAS,
     MAX_BIASES,
@@ -70,6 +70,7 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     # Our own.
     speculation: SpeculationWish | None = None
+    cache: CacheWish | None = None
     return_metrics: bool | None = None
 
     @property
@@ -112,8 +113,9 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
                 check_range(name, values[name], allowed)
         if self.max_tokens is not None:
             check_range("max_tokens", self.max_tokens, self.max_tokens_range)
-        if self.speculation is not None:
-            self.speculation.check()
+        for wish in (self.speculation, self.cache):
+            if wish is not None:
+                wish.check()
         self._check_lists()
         self._check_stream()
 

@@ -78,6 +78,7 @@ class Service:
         backend = self._router.backend(asked.model, tenant)
         record.model, record.stream = asked.model, asked.streams
         tenant.check_speculation(asked.speculation is not None)
+        tenant.check_cache(asked.cache)
         seen = self._observer.observe(tenant, promise.name, asked, backend)
         decision = self._policy.decide(seen)
         record.note_plan(seen, decision)
@@ -145,6 +146,7 @@ def _label(
         service_tier=promise.tier,
         includes_metrics=bool(asked.return_metrics),
         max_draft=plan.speculation.max_draft,
+        cache_format=plan.cache.format,
     )
 
 

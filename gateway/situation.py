@@ -20,4 +20,5 @@ class Situation:
     load: Annotated[int, Parameter(help="Requests that run or wait")] = 0
     acceptance: Annotated[float | None, Parameter(help="Share of drafted tokens accepted lately")] = None
     quality_loss: Annotated[float | None, Parameter(help="Nats per token lost lately")] = None
+    has_seed: Annotated[bool, Parameter(negative="", help="The request has a seed")] = False
     hour: Annotated[float, Parameter(help="Hours since midnight, UTC")] = 12.0

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from surefoot.policies.bounds import FORMATS
-from surefoot.policies.supported import EVERYTHING, unserved
+from surefoot.policies.supported import SUPPORTED, unserved
 
 from .decode import did_you_mean
 from .tenants import Tenant, TenantLimits, TenantValues
@@ -30,7 +30,7 @@ HASH_WORDS = "what `surefoot key new` prints: 'sha256:' and 64 lower-case hexade
 CHOICES: Mapping[str, Collection[str]] = {
     "cache.format": FORMATS,
     "cache.demote": ("eager", "pressure"),
-    "speculation.proposers": EVERYTHING.proposers,
+    "speculation.proposers": SUPPORTED.proposers,
 }
 Where = tuple[str | int, ...]
 

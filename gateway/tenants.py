@@ -29,9 +29,16 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from surefoot.policies.bounds import CacheBounds, PlanBounds, ScheduleBounds, SpeculationBounds
+from surefoot.policies.bounds import (
+    CacheBounds,
+    PlanBounds,
+    ScheduleBounds,
+    SpeculationBounds,
+    more_precise,
+)
 
 from .errors import InvalidKey, InvalidValue, Unsupported
+from .hints import CacheWish
 
 KEY_PREFIX = "sf-"
 Limit = Annotated[int, Meta(ge=1)]
@@ -117,6 +124,31 @@ class Tenant(TenantValues, frozen=True, kw_only=True, forbid_unknown_fields=True
                 "'speculation' is not for your requests to choose: your tenant's file does not have"
                 " 'speculation.per_request = true'.",
                 "speculation",
+            )
+
+    def check_cache(self, wish: CacheWish | None) -> None:
+        """Raise `Unsupported` for a wish that the file does not let a request have, `InvalidValue` for one
+        that goes beyond it: fewer bits, or a longer context.
+        """
+        if wish is None:
+            return
+        limits = self.cache
+        if not limits.per_request:
+            raise Unsupported(
+                "'cache' is not for your requests to choose: your tenant's file does not have"
+                " 'cache.per_request = true'.",
+                "cache",
+            )
+        if wish.format is not None and more_precise(wish.format, limits.format) != wish.format:
+            raise InvalidValue(
+                f"'cache.format' is '{wish.format}', less precise than your limit of '{limits.format}'.",
+                "cache.format",
+            )
+        longest = limits.max_context
+        if wish.max_context is not None and longest is not None and wish.max_context > longest:
+            raise InvalidValue(
+                f"'cache.max_context' is {wish.max_context}, more than your limit of {longest}.",
+                "cache.max_context",
             )
 
 

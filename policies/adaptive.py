@@ -15,13 +15,15 @@ from .base import Decision, Observation, Step
 from .bounds import FORMATS, bounded_plan, more_precise
 
 PRECISE, LEAST_PRECISE = FORMATS[0], FORMATS[-1]
+FREE = "k8v4"
+"""The least precise format whose loss could not be told from none: it needs no pressure to be taken."""
 NO_LIMIT = 1_000_000
 SHORT_PROMPT = 512
 """Fewer tokens take too little of the cache for fewer bits to be worth anything."""
 LONG_PROMPT = 4096
-"""So many are read at each token that fewer bits pay at any pressure."""
+"""So many take so much of the cache that fewer bits pay at any pressure."""
 PRESSURE_BY_CLASS: Mapping[str, float] = {"interactive": 0.9, "standard": 0.7, "batch": 0.0}
-"""From which cache pressure on a class gives up bits: those that wait for nobody first."""
+"""From which cache pressure on a class gives up bits that cost quality: those that wait for nobody first."""
 WORTHWHILE = 0.1
 """A drafted token that is reached and accepted less often than this is not worth its row."""
 SOME_LOSS, TOO_MUCH_LOSS = 0.02, 0.05
@@ -40,14 +42,19 @@ Rule = Callable[[Observation], Opinion]
 
 
 def pressure(seen: Observation) -> Opinion:
-    """Keep all bits while the cache has room for this class, unless the prompt is long."""
+    """Give up only what costs nothing while the cache has room for this class, unless the prompt is long.
+
+    Where the engine demotes under pressure, it waits for that by itself, and with what it sees later.
+    """
+    if seen.bounds.cache.demote == "pressure" and not seen.must_repeat:
+        return Opinion("bits are given up under pressure only, whatever the pressure now")
     least = PRESSURE_BY_CLASS.get(seen.service_class, PRESSURE_BY_CLASS["standard"])
     if seen.cache_pressure >= least:
         return Opinion(f"cache pressure {seen.cache_pressure:.2f} is {least:g} or more for this class")
     if (seen.num_prompt_tokens or 0) >= LONG_PROMPT:
         return Opinion(f"{seen.num_prompt_tokens} prompt tokens are {LONG_PROMPT} or more, at any pressure")
     says = f"cache pressure {seen.cache_pressure:.2f} is below {least:g} for class {seen.service_class}"
-    return Opinion(f"{says}, so all bits", cache_format=PRECISE)
+    return Opinion(f"{says}, so {FREE} at least", cache_format=FREE)
 
 
 def prompt_length(seen: Observation) -> Opinion:

@@ -46,8 +46,21 @@ class Observation(Struct, frozen=True, kw_only=True):
     """What an operator forces for now: a name of `wrappers.FORCIBLE`."""
     max_draft: int | None = None
     """The longest draft that the request itself wants."""
+    cache_format: str | None = None
+    """The least precise format that the request itself wants."""
+    max_context: int | None = None
+    """The longest context that the request itself wants."""
+    has_seed: bool = False
+    """Whether the request has a `seed`, and so must be given the same answer again."""
     verdicts: tuple[GuardVerdict, ...] = ()
     bounds: PlanBounds = PlanBounds()
+
+    @property
+    def must_repeat(self) -> str | None:
+        """Why the plan may not depend on what else the server does; None if it may."""
+        if self.bounds.reproducible:
+            return "the tenant's file says reproducible"
+        return "the request has a seed" if self.has_seed else None
 
 
 class Step(Struct, frozen=True):

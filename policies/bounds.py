@@ -15,6 +15,7 @@ Format = Literal["k16v16", "k8v8", "k8v4", "k4v4"]
 FORMATS: tuple[Format, ...] = ("k16v16", "k8v8", "k8v4", "k4v4")
 """Cache formats, the most precise first."""
 Proposer = Literal["ngram", "suffix", "prediction", "draft"]
+DEFAULT = BASELINE_PLAN.cache
 MAX_DRAFT = 64
 """No file and no request has a longer one."""
 Tokens = Annotated[int, Meta(ge=0)]
@@ -40,9 +41,9 @@ class SpeculationBounds(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many tokens keep full precision: the first, the latest, and those that are attended to most.
+    """The fewest tokens that keep full precision: the first, the latest, and those that are attended to most.
 
-    None leaves it to the engine.
+    None is as many as `CachePlan` has by itself.
     """
 
     sinks: Tokens | None = None
@@ -51,12 +52,27 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CacheBounds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least precise format, what is protected from it, when it is applied, and the longest context."""
+    """The least precise format, what is protected from it, when it is applied, and the longest context.
+
+    `demote` None is `eager`. With `per_request` a request may ask for more bits or a shorter context, by its
+    field `cache`.
+    """
 
     format: Format = "k16v16"
     protect: Protection = Protection()
     demote: Literal["eager", "pressure"] | None = None
     max_context: Annotated[int, Meta(ge=1)] | None = None
+    per_request: bool = False
+
+    def plan(self, cache_format: str) -> CachePlan:
+        """A format with the protection, the moment and the context of these bounds."""
+        return CachePlan(
+            format=cache_format,
+            sinks=DEFAULT.sinks if self.protect.sinks is None else self.protect.sinks,
+            recent=DEFAULT.recent if self.protect.recent is None else self.protect.recent,
+            demote=self.demote or DEFAULT.demote,
+            max_context=self.max_context,
+        )
 
 
 class ScheduleBounds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,23 +102,36 @@ class PlanBounds(Struct, frozen=True, kw_only=True):
 
 
 def bounded_plan(bounds: PlanBounds, max_draft: int, cache_format: str) -> ServingPlan:
-    """The plan of these two choices, with the bounds' proposers and least gain."""
+    """The plan of these two choices, with what else the bounds say of drafts and of the cache."""
     speculation = SpeculationPlan(
         max_draft=max_draft, proposers=bounds.speculation.proposers, min_gain=bounds.speculation.min_gain
     )
-    return named_plan(CachePlan(format=cache_format), speculation)
+    return named_plan(bounds.cache.plan(cache_format), speculation)
 
 
 def named_plan(cache: CachePlan, speculation: SpeculationPlan) -> ServingPlan:
-    """A plan named after what it does: `baseline`, `draft4`, `k8v4`, `k8v4+draft4`.
+    """A plan named after what it does: `baseline`, `draft4`, `k8v4`, `k4v4-pressure+draft4`.
 
-    Plans that do the same are equal: without proposers or a length there are no drafts.
+    Plans that do the same are equal: without proposers or a length there are no drafts, and where all bits
+    are kept nothing is protected or demoted. Plans of one name may differ in their longest context: it is a
+    limit, and no token before it depends on it.
     """
     if not (speculation.max_draft and speculation.proposers):
         speculation = BASELINE_PLAN.speculation
-    names = [] if cache == BASELINE_PLAN.cache else [cache.format]
+    if cache.format == DEFAULT.format:
+        cache = DEFAULT if cache.max_context is None else CachePlan(max_context=cache.max_context)
+    names = [] if cache.format == DEFAULT.format else [_cache_name(cache)]
     names += [f"draft{speculation.max_draft}"] if speculation.max_draft else []
-    return ServingPlan(name="+".join(names), cache=cache, speculation=speculation) if names else BASELINE_PLAN
+    return ServingPlan(name="+".join(names) or BASELINE_PLAN.name, cache=cache, speculation=speculation)
+
+
+def _cache_name(cache: CachePlan) -> str:
+    """The format, and what of it is not as usual: `k8v4-recent256`, `k4v4-pressure`."""
+    words = [cache.format]
+    words += [f"sinks{cache.sinks}"] if cache.sinks != DEFAULT.sinks else []
+    words += [f"recent{cache.recent}"] if cache.recent != DEFAULT.recent else []
+    words += [cache.demote] if cache.demote != DEFAULT.demote else []
+    return "-".join(words)
 
 
 def more_precise(first: str, second: str) -> str:

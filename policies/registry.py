@@ -18,7 +18,7 @@ from .baseline import BaselinePolicy
 from .fixed import FixedPolicy
 from .schedule import SchedulePolicy
 from .supported import SUPPORTED, Supported
-from .wrappers import ByName, Clamp, OrBaseline, Override
+from .wrappers import ByName, Clamp, OrBaseline, Override, Repeatable
 
 GROUP = "surefoot.policies"
 BUILT_IN: Mapping[str, Callable[[], Policy]] = {
@@ -48,7 +48,7 @@ def load_policies(found: Iterable[EntryPoint] | None = None) -> dict[str, Policy
 
 def serving_policy(policies: Mapping[str, Policy], supported: Supported = SUPPORTED) -> Policy:
     """What decides for all tenants: the policy that a file names, an operator's override, and the limits."""
-    return Clamp(OrBaseline(Override(ByName(policies))), supported)
+    return Clamp(Repeatable(OrBaseline(Override(ByName(policies)))), supported)
 
 
 def _make(point: EntryPoint) -> Policy:

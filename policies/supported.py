@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from .bounds import CacheBounds, PlanBounds, Protection, SpeculationBounds
+from .bounds import FORMATS, CacheBounds, PlanBounds, Protection, SpeculationBounds
 
 
 class Supported(Struct, frozen=True, kw_only=True):
@@ -17,15 +17,12 @@ class Supported(Struct, frozen=True, kw_only=True):
     cache_keys: tuple[str, ...]
 
 
-PROPOSERS = ("ngram", "suffix", "prediction", "draft")
-"""`draft` makes drafts where a draft model is loaded, and is not asked elsewhere."""
-SUPPORTED = Supported(proposers=PROPOSERS, formats=("k16v16",), cache_keys=())
-EVERYTHING = Supported(
-    proposers=PROPOSERS,
-    formats=("k16v16", "k8v8", "k8v4", "k4v4"),
-    cache_keys=("demote", "max_context", "protect.sinks", "protect.recent", "protect.important"),
+SUPPORTED = Supported(
+    # `draft` makes drafts where a draft model is loaded, and is not asked elsewhere.
+    proposers=("ngram", "suffix", "prediction", "draft"),
+    formats=FORMATS,
+    cache_keys=("demote", "max_context", "protect.sinks", "protect.recent"),
 )
-"""What the design knows, to try policies on plans that are not served yet."""
 
 
 class Unserved(Struct, frozen=True):

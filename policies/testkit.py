@@ -6,7 +6,7 @@ first one that shows a fault. A policy must be
 * deterministic: the same observation gives the same decision, whatever was asked before and in between;
 * pure: it reads no clock, opens no file or connection and draws no random numbers;
 * harmless: the frozen observation is as it was;
-* bounded: no longer drafts, other proposers or fewer bits than the tenant's file allows;
+* bounded: no longer drafts, other proposers, fewer bits or less protected than the tenant's file allows;
 * explained: one line of text, without a full stop;
 * fast: at most `MAX_CALLS` calls of functions a decision, which takes well under 50 microseconds.
 """
@@ -29,7 +29,7 @@ import msgspec
 from msgspec.structs import replace
 
 from .base import Decision, GuardVerdict, Observation, Policy
-from .bounds import CacheBounds, PlanBounds, ScheduleBounds, SpeculationBounds, named_plan
+from .bounds import CacheBounds, PlanBounds, Protection, ScheduleBounds, SpeculationBounds, named_plan
 from .wrappers import within_bounds
 
 MAX_CALLS = 150
@@ -79,6 +79,9 @@ def sample_observations() -> Iterator[Observation]:
         "hour": (0.0, 23.99),
         "override": ("baseline", "fixed"),
         "max_draft": (0, 2),
+        "cache_format": ("k16v16", "k4v4"),
+        "max_context": (100,),
+        "has_seed": (True,),
         "verdicts": ((GuardVerdict("speculation", "too slow"),),),
     }
     changes += [{name: value} for name, options in values.items() for value in options]
@@ -95,11 +98,16 @@ def sample_bounds() -> Iterator[PlanBounds]:
         SpeculationBounds(max_draft=8, min_gain=0.05, proposers=("suffix", "ngram")),
         SpeculationBounds(enabled=False, max_draft=8),
     )
-    caches = (CacheBounds(), CacheBounds(format="k8v8"), CacheBounds(format="k4v4"))
+    caches = (
+        CacheBounds(),
+        CacheBounds(format="k8v8", max_context=4096),
+        CacheBounds(format="k4v4"),
+        CacheBounds(format="k8v4", protect=Protection(sinks=8, recent=256), demote="pressure"),
+    )
     for speculation, cache in product(drafts, caches):
         yield PlanBounds(speculation=speculation, cache=cache)
     schedule = ScheduleBounds(from_hour=22, to_hour=6, max_load=8)
-    yield PlanBounds(speculation=drafts[2], cache=caches[2], schedule=schedule, reproducible=True)
+    yield PlanBounds(speculation=drafts[2], cache=caches[3], schedule=schedule, reproducible=True)
 
 
 def count_calls(work: Callable[[], object]) -> int:

@@ -63,6 +63,29 @@ class OrBaseline:
             return Decision(BASELINE_PLAN, reason, (Step("failure", reason),))
 
 
+class Repeatable:
+    """For what must repeat, a plan in which the cache depends on nothing else that the server does.
+
+    The wrapped policy sees an idle server, and what it would demote under pressure is demoted at once. Drafts
+    change no answer, so where the file allows no other format than full precision all stays as it is.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def decide(self, observation: Observation) -> Decision:
+        """Say in the reason what was not looked at, and why."""
+        why = observation.must_repeat
+        if why is None or observation.bounds.cache.format == FORMATS[0]:
+            return self._policy.decide(observation)
+        decision = self._policy.decide(replace(observation, cache_pressure=0.0, load=0))
+        plan, says = decision.plan, f"as on an idle server, since {why}"
+        if plan.cache.demote == "pressure":
+            plan = named_plan(replace(plan.cache, demote="eager"), plan.speculation)
+            says = f"demoted at once and {says}, so {plan.name}"
+        return Decision(plan, f"{decision.reason}; {says}", (*decision.steps, Step("repeatable", says)))
+
+
 class Clamp:
     """The wrapped policy's plan, cut to the tenant's bounds, the request's wish and what is served.
 
@@ -76,15 +99,15 @@ class Clamp:
     def decide(self, observation: Observation) -> Decision:
         """Say in the reason what was cut."""
         decision = self._policy.decide(observation)
-        wanted = named_plan(decision.plan.cache, decision.plan.speculation)
+        wanted = within_context(decision.plan, observation)
         allowed = within_bounds(wanted, observation.bounds)
-        wished = within_wish(allowed, observation.max_draft)
+        wished = within_wish(allowed, observation)
         served = within_supported(wished, self._supported)
         cuts = []
         if allowed != wanted:
             cuts.append(Step("bounds", f"{wanted.name} is more than the tenant's file allows"))
         if wished != allowed:
-            cuts.append(Step("request", f"the request wants drafts of {observation.max_draft} at most"))
+            cuts.append(Step("request", f"the request wants {_wish(allowed, wished)}"))
         if served != wished:
             cuts.append(Step("supported", f"{wished.name} is not served yet by this version"))
         if not cuts:
@@ -93,24 +116,45 @@ class Clamp:
         return Decision(served, f"{reason}, so {served.name}", (*decision.steps, *cuts))
 
 
+def within_context(plan: ServingPlan, seen: Observation) -> ServingPlan:
+    """The plan under its name, with the longest context that the file, the request and itself agree to.
+
+    A limit like those on tokens: it holds whatever a policy chooses, the baseline too.
+    """
+    limits = (plan.cache.max_context, seen.bounds.cache.max_context, seen.max_context)
+    longest = min((each for each in limits if each is not None), default=None)
+    return named_plan(replace(plan.cache, max_context=longest), plan.speculation)
+
+
 def within_bounds(plan: ServingPlan, bounds: PlanBounds) -> ServingPlan:
-    """As much of a plan as the tenant's file allows."""
-    cache_format = more_precise(plan.cache.format, bounds.cache.format)
-    limits = bounds.speculation
+    """As much of a plan as the tenant's file allows: no fewer bits, no less protected, no longer drafts.
+
+    To demote under pressure is for the file to choose; at once is always allowed.
+    """
+    least, limits = bounds.cache.plan(bounds.cache.format), bounds.speculation
+    cache = replace(
+        plan.cache,
+        format=more_precise(plan.cache.format, least.format),
+        sinks=max(plan.cache.sinks, least.sinks),
+        recent=max(plan.cache.recent, least.recent),
+        demote=plan.cache.demote if least.demote == "pressure" else "eager",
+    )
     speculation = SpeculationPlan(
         max_draft=min(plan.speculation.max_draft, limits.ceiling),
         proposers=_common(plan.speculation.proposers, limits.proposers),
         min_gain=max(plan.speculation.min_gain, limits.min_gain),
     )
-    return named_plan(replace(plan.cache, format=cache_format), speculation)
+    return named_plan(cache, speculation)
 
 
-def within_wish(plan: ServingPlan, max_draft: int | None) -> ServingPlan:
-    """As much of a plan as the request wants; None for all of it."""
-    if max_draft is None:
-        return plan
-    shorter = min(plan.speculation.max_draft, max_draft)
-    return named_plan(plan.cache, replace(plan.speculation, max_draft=shorter))
+def within_wish(plan: ServingPlan, seen: Observation) -> ServingPlan:
+    """As much of a plan as the request wants: all of it where it wants nothing."""
+    cache, speculation = plan.cache, plan.speculation
+    if seen.cache_format is not None:
+        cache = replace(cache, format=more_precise(cache.format, seen.cache_format))
+    if seen.max_draft is not None:
+        speculation = replace(speculation, max_draft=min(speculation.max_draft, seen.max_draft))
+    return plan if (cache, speculation) == (plan.cache, plan.speculation) else named_plan(cache, speculation)
 
 
 def within_supported(plan: ServingPlan, supported: Supported) -> ServingPlan:
@@ -128,6 +172,16 @@ def nearest_format(cache_format: str, served: Sequence[str]) -> str:
         return FORMATS[0]
     up_to = FORMATS[: FORMATS.index(cache_format) + 1]
     return [each for each in up_to if each in served or each == FORMATS[0]][-1]
+
+
+def _wish(allowed: ServingPlan, wished: ServingPlan) -> str:
+    """What of a plan a request did not want, in words."""
+    words = []
+    if wished.cache != allowed.cache:
+        words.append(f"{wished.cache.format} at least")
+    if wished.speculation != allowed.speculation:
+        words.append(f"drafts of {wished.speculation.max_draft} at most")
+    return " and ".join(words)
 
 
 def _common(wanted: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:

@@ -36,6 +36,9 @@ PEERS = "bench/peer_"
 DEVICE = "bench/device"
 """Programs that measure our kernels and engine from inside, on a GPU."""
 
+POLICY_DAY = "bench/policy_day"
+"""A program that puts policies and the engine's simulator together, which know nothing of each other."""
+
 LIBRARY_HOMES = {
     "litestar": ("gateway/",),
     "torch": ("backends/engine/", "kernels/", PEERS, DEVICE),
@@ -125,7 +128,12 @@ def why_forbidden_inside(file: str, module: str) -> str | None:
     if ALONE in (source, target) and source != target:
         is_command = file == "gateway/cli.py" and module == "bench.cli"
         is_inside = file.startswith(DEVICE) and module.startswith(("kernels.", "backends.engine."))
-        return None if is_command or is_inside else "bench stands alone; the command line alone mounts it"
+        is_day = file.startswith(POLICY_DAY) and module.startswith(("policies.", "backends."))
+        return (
+            None
+            if is_command or is_inside or is_day
+            else "bench stands alone; the command line alone mounts it"
+        )
     if source == ALONE:
         return None
     if target not in FOLDERS:

@@ -14,7 +14,8 @@ from msgspec.structs import fields
 from surefoot.gateway.cli import run
 from surefoot.gateway.tenant_folder import TenantFolder
 from surefoot.gateway.tenants import Tenant
-from surefoot.policies.registry import BUILT_IN
+from surefoot.policies.base import Observation
+from surefoot.policies.registry import BUILT_IN, load_policies, serving_policy
 
 TEXT = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
@@ -28,7 +29,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def tenants(tmp_path: Path) -> Path:
     """A folder with the page's tenant and its defaults."""
-    acme, defaults, _ = blocks("toml")
+    acme, defaults, _, _ = blocks("toml")
     (tmp_path / "acme.toml").write_text(acme)
     (tmp_path / "defaults.toml").write_text(defaults)
     return tmp_path
@@ -40,12 +41,24 @@ def test_tenant_files(tenants: Path) -> None:
     assert (acme.models, acme.limits.max_n, acme.limits.max_tokens) == (("smollm2",), 4, 1024)
 
 
+def test_a_tenant_with_a_format(tmp_path: Path) -> None:
+    """The page's tenant of long documents gets the plan that the page names."""
+    (tmp_path / "archive.toml").write_text(blocks("toml")[2])
+    tenant = TenantFolder(tmp_path, BUILT_IN).load().loaded["archive"].tenant
+    seen = Observation(
+        tenant_id="archive", model="m", policy=tenant.policy, bounds=tenant.bounds, num_prompt_tokens=5000
+    )
+    plan = serving_policy(load_policies([])).decide(seen).plan
+    assert (plan.name, plan.cache.max_context) == ("k8v4-recent128", 8192)
+    assert f"`{plan.name}`" in TEXT
+
+
 def test_module() -> None:
     """The page's modules pass the test kit as the page runs it, and its entry point names one of them."""
     names: dict[str, Any] = {}
     for block in blocks("python"):
         exec(block, names)
-    (point,) = tomllib.loads(blocks("toml")[2])["project"]["entry-points"]["surefoot.policies"].values()
+    (point,) = tomllib.loads(blocks("toml")[3])["project"]["entry-points"]["surefoot.policies"].values()
     assert point.partition(":")[2] in names
 
 

@@ -144,8 +144,8 @@ HEAD = f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\n'
         (HEAD + "policy = 'x'", "Known are: adaptive, baseline, fixed, schedule."),
         (HEAD + "[cache]\nformat = 'k3v3'", "a.toml:4: 'cache.format': expected one of k16v16, k8v8,"),
         (
-            HEAD + "[cache]\nformat = 'k8v8'",
-            "a.toml:4: 'cache.format' = k8v8 is not served yet by this version",
+            HEAD + "[cache]\nformat = 'k8v8'\nprotect.important = 9",
+            "a.toml:5: 'cache.protect.important' = 9 is not served yet by this version; leave the key out",
         ),
         (HEAD + "[speculation]\nmax_draft = 65", "a.toml:4: 'speculation.max_draft': expected"),
         (HEAD + "[speculation]\nproposers = ['x']", "a.toml:4: 'speculation.proposers[0]': expected one of"),
@@ -198,7 +198,10 @@ def test_defaults_hold_for_all(folder: Folder) -> None:
     [
         ('id = "x"', "defaults.toml:1: 'id' belongs in a tenant's own file"),
         ("[limits]\nmax_m = 1", "defaults.toml:2: unknown key 'limits.max_m'. Did you mean 'max_n'?"),
-        ("[cache]\nformat = 'k4v4'", "defaults.toml:2: 'cache.format' = k4v4 is not served yet"),
+        (
+            "[cache.protect]\nimportant = 1",
+            "defaults.toml:2: 'cache.protect.important' = 1 is not served yet",
+        ),
     ],
 )
 def test_bad_defaults_are_refused(folder: Folder, text: str, said: str) -> None:

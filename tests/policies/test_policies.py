@@ -23,19 +23,22 @@ from surefoot.policies.bounds import (
     Protection,
     ScheduleBounds,
     SpeculationBounds,
+    named_plan,
 )
 from surefoot.policies.fixed import FixedPolicy
 from surefoot.policies.registry import BUILT_IN, PolicyError, load_policies, serving_policy
 from surefoot.policies.replay import RecordError, read_records, replay
 from surefoot.policies.schedule import SchedulePolicy
-from surefoot.policies.supported import EVERYTHING, SUPPORTED, Supported, unserved
+from surefoot.policies.supported import SUPPORTED, Supported, unserved
 from surefoot.policies.testkit import PolicyProblem, check_policy, count_calls, sample_observations
-from surefoot.policies.wrappers import Clamp, nearest_format
+from surefoot.policies.wrappers import Clamp, nearest_format, within_bounds
 
 BOUNDS = PlanBounds(
     speculation=SpeculationBounds(max_draft=8, proposers=("suffix", "ngram"), min_gain=0.02),
     cache=CacheBounds(format="k8v4"),
 )
+SMALL = replace(BOUNDS, cache=CacheBounds(format="k4v4"))
+PRESSURE = replace(BOUNDS, cache=CacheBounds(format="k4v4", demote="pressure"))
 SEEN = Observation(tenant_id="acme", model="m", bounds=BOUNDS)
 
 
@@ -45,7 +48,6 @@ def test_our_policies_pass_the_test_kit(name: str) -> None:
     check_policy(BUILT_IN[name])
     named = [replace(each, policy=name) for each in sample_observations()]
     check_policy(lambda: serving_policy(load_policies([])), named)
-    check_policy(lambda: serving_policy(load_policies([]), EVERYTHING), named)
 
 
 def test_without_bounds_every_policy_is_the_baseline() -> None:
@@ -67,7 +69,7 @@ class Greedy:
 
 def test_clamp_cuts_to_the_bounds() -> None:
     """What serves is never beyond the tenant's file, has the name of what it does, and says what was cut."""
-    decision = Clamp(Greedy(), EVERYTHING).decide(SEEN)
+    decision = Clamp(Greedy()).decide(SEEN)
     assert decision.plan == ServingPlan(
         name="k8v4+draft8",
         cache=CachePlan(format="k8v4"),
@@ -80,12 +82,12 @@ def test_clamp_cuts_to_the_bounds() -> None:
 
 def test_clamp_cuts_to_what_is_served() -> None:
     """What this version does not serve is cut to the next better thing, and the reason says so."""
-    decision = Clamp(FixedPolicy()).decide(SEEN)
+    full = Supported(proposers=SUPPORTED.proposers, formats=("k16v16",), cache_keys=())
+    decision = Clamp(FixedPolicy(), full).decide(SEEN)
     assert decision.plan.name == "draft8"
     assert decision.reason.endswith("but k8v4+draft8 is not served yet by this version, so draft8")
-    assert Clamp(FixedPolicy(), Supported(proposers=(), formats=(), cache_keys=())).decide(SEEN).plan is (
-        BASELINE_PLAN
-    )
+    none = Supported(proposers=(), formats=(), cache_keys=())
+    assert Clamp(FixedPolicy(), none).decide(SEEN).plan == BASELINE_PLAN
     some = Supported(proposers=("ngram",), formats=("k16v16", "k8v8"), cache_keys=())
     assert Clamp(FixedPolicy(), some).decide(SEEN).plan == ServingPlan(
         name="k8v8+draft8",
@@ -110,6 +112,110 @@ def test_a_request_only_lowers(max_draft: int | None, name: str) -> None:
     decision = Clamp(FixedPolicy()).decide(replace(SEEN, bounds=bounds, max_draft=max_draft))
     assert decision.plan.name == name
     assert ("the request wants drafts of" in decision.reason) == (name != "draft8")
+
+
+KEPT = Protection(sinks=8, recent=256)
+
+
+@pytest.mark.parametrize(
+    ("cache", "name", "plan"),
+    [
+        (CacheBounds(format="k4v4"), "k4v4", CachePlan(format="k4v4")),
+        (CacheBounds(format="k8v4", demote="eager"), "k8v4", CachePlan(format="k8v4")),
+        (
+            CacheBounds(format="k4v4", demote="pressure"),
+            "k4v4-pressure",
+            CachePlan(format="k4v4", demote="pressure"),
+        ),
+        (
+            CacheBounds(format="k8v4", protect=KEPT, demote="pressure", max_context=900),
+            "k8v4-sinks8-recent256-pressure",
+            CachePlan(format="k8v4", sinks=8, recent=256, demote="pressure", max_context=900),
+        ),
+        (
+            CacheBounds(format="k8v8", protect=Protection(sinks=0)),
+            "k8v8-sinks0",
+            CachePlan(format="k8v8", sinks=0),
+        ),
+        (CacheBounds(protect=KEPT, demote="pressure"), "baseline", CachePlan()),
+        (CacheBounds(max_context=900), "baseline", CachePlan(max_context=900)),
+    ],
+)
+def test_the_files_cache_becomes_a_plan(cache: CacheBounds, name: str, plan: CachePlan) -> None:
+    """All of `[cache]` reaches the plan, whose name tells what is not as usual; equal plans are equal."""
+    decision = Clamp(FixedPolicy()).decide(replace(SEEN, bounds=PlanBounds(cache=cache)))
+    assert (decision.plan.name, decision.plan.cache) == (name, plan)
+    assert decision.steps == ()
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_the_longest_context_holds_for_every_policy(policy: str) -> None:
+    """A limit on contexts is in every plan, the baseline too: the file's, or the request's if it is lower."""
+    serving = serving_policy(load_policies([]))
+    seen = replace(SEEN, policy=policy, bounds=replace(BOUNDS, cache=CacheBounds(max_context=900)))
+    for wish, longest in ((None, 900), (100, 100), (1000, 900)):
+        assert serving.decide(replace(seen, max_context=wish)).plan.cache.max_context == longest
+
+
+@pytest.mark.parametrize(
+    ("wish", "name"),
+    [(None, "k8v4+draft8"), ("k4v4", "k8v4+draft8"), ("k8v8", "k8v8+draft8"), ("k16v16", "draft8")],
+)
+def test_a_request_only_adds_bits(wish: str | None, name: str) -> None:
+    """A request's format is a bound like the file's: it makes a plan more precise, never less."""
+    decision = Clamp(FixedPolicy()).decide(replace(SEEN, cache_format=wish))
+    assert decision.plan.name == name
+    assert (f"the request wants {wish} at least" in decision.reason) == (name != "k8v4+draft8")
+    both = Clamp(FixedPolicy()).decide(replace(SEEN, cache_format="k8v8", max_draft=1))
+    assert both.reason.endswith("the request wants k8v8 at least and drafts of 1 at most, so k8v8+draft1")
+
+
+MUST_REPEAT = pytest.mark.parametrize(
+    ("has_seed", "why"),
+    [(True, "the request has a seed"), (False, "the tenant's file says reproducible")],
+)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "adaptive", "schedule"])
+@MUST_REPEAT
+def test_what_must_repeat_is_never_demoted_by_pressure(policy: str, has_seed: bool, why: str) -> None:
+    """A seed, or a reproducible tenant, gets the format at once, and the reason says why."""
+    serving = serving_policy(load_policies([]))
+    seen = replace(SEEN, policy=policy, bounds=PRESSURE, num_prompt_tokens=5000)
+    assert serving.decide(seen).plan.name == "k4v4-pressure+draft8"
+    bounds = replace(PRESSURE, reproducible=not has_seed)
+    decision = serving.decide(replace(seen, has_seed=has_seed, bounds=bounds))
+    assert decision.plan.name == "k4v4+draft8"
+    assert decision.reason.endswith(
+        f"; demoted at once and as on an idle server, since {why}, so k4v4+draft8"
+    )
+    assert decision.steps[-1].rule == "repeatable"
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+@MUST_REPEAT
+def test_what_must_repeat_has_one_plan(policy: str, has_seed: bool, why: str) -> None:
+    """With a seed, or for a reproducible tenant, no load and no pressure changes the cache's format."""
+    serving = serving_policy(load_policies([]))
+    bounds = replace(PRESSURE, schedule=ScheduleBounds(max_load=8), reproducible=not has_seed)
+    seen = replace(SEEN, policy=policy, num_prompt_tokens=1000, bounds=bounds, has_seed=has_seed)
+    formats = {
+        serving.decide(replace(seen, cache_pressure=pressure, load=load)).plan.cache
+        for pressure in (0.0, 0.8, 1.0)
+        for load in (0, 1000)
+    }
+    assert len(formats) == 1
+    full = replace(seen, bounds=replace(bounds, cache=CacheBounds()))
+    assert why not in serving.decide(full).reason
+
+
+def test_a_policy_cannot_protect_less() -> None:
+    """What a policy of somebody's own leaves unprotected, or demotes by pressure, is cut to the file's."""
+    loose = CachePlan(format="k8v4", sinks=0, recent=1, demote="pressure")
+    firm = CachePlan(format="k8v4", sinks=16, recent=512)
+    bounds = PlanBounds(cache=CacheBounds(format="k8v4", protect=KEPT))
+    assert within_bounds(named_plan(loose, SpeculationPlan()), bounds).name == "k8v4-sinks8-recent256"
+    assert within_bounds(named_plan(firm, SpeculationPlan()), bounds).cache == firm
 
 
 def test_fixed_takes_all() -> None:
@@ -142,17 +248,34 @@ def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool
 @pytest.mark.parametrize(
     ("observed", "plan", "word"),
     [
-        ({"num_prompt_tokens": 1000}, "draft8", "pressure 0.00 is below 0.7"),
-        ({"num_prompt_tokens": 1000, "cache_pressure": 0.7}, "k8v4+draft8", "no rule is against"),
-        ({"num_prompt_tokens": 1000, "cache_pressure": 0.8, "service_class": "interactive"}, "draft8", "0.9"),
-        ({"num_prompt_tokens": 1000, "service_class": "batch"}, "k8v4+draft8", "no rule is against"),
-        ({"num_prompt_tokens": 5000}, "k8v4+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 1000}, "k8v4+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 1000, "bounds": SMALL}, "k8v4+draft8", "pressure 0.00 is below 0.7"),
+        ({"num_prompt_tokens": 1000, "bounds": SMALL, "cache_pressure": 0.7}, "k4v4+draft8", "no rule is"),
+        (
+            {
+                "num_prompt_tokens": 1000,
+                "bounds": SMALL,
+                "cache_pressure": 0.8,
+                "service_class": "interactive",
+            },
+            "k8v4+draft8",
+            "0.9",
+        ),
+        (
+            {"num_prompt_tokens": 1000, "bounds": SMALL, "service_class": "batch"},
+            "k4v4+draft8",
+            "no rule is",
+        ),
+        ({"num_prompt_tokens": 5000, "bounds": SMALL}, "k4v4+draft8", "no rule is against"),
         ({"num_prompt_tokens": 100, "cache_pressure": 1.0}, "draft8", "fewer than 512"),
         ({"cache_pressure": 1.0, "acceptance": 0.5}, "k8v4+draft3", "beyond 3 useless"),
         ({"cache_pressure": 1.0, "acceptance": 0.0}, "k8v4+draft1", "beyond 1 useless"),
         ({"cache_pressure": 1.0, "acceptance": 1.0}, "k8v4+draft8", "no rule is against"),
         ({"cache_pressure": 1.0, "quality_loss": 0.03}, "k8v8+draft8", "8 bits at least"),
         ({"cache_pressure": 1.0, "quality_loss": 0.06}, "draft8", "all bits"),
+        ({"num_prompt_tokens": 1000, "bounds": PRESSURE}, "k4v4-pressure+draft8", "no rule is against"),
+        ({"num_prompt_tokens": 100, "bounds": PRESSURE}, "draft8", "fewer than 512"),
+        ({"num_prompt_tokens": 1000, "bounds": PRESSURE, "has_seed": True}, "k8v4-pressure+draft8", "0.7"),
     ],
 )
 def test_adaptive(observed: dict[str, Any], plan: str, word: str) -> None:
@@ -165,7 +288,7 @@ def test_adaptive(observed: dict[str, Any], plan: str, word: str) -> None:
 
 def test_an_override_goes_before_the_policy() -> None:
     """What an operator forces holds whatever the tenant's policy says, and stays within the bounds."""
-    serving = serving_policy(load_policies([]), EVERYTHING)
+    serving = serving_policy(load_policies([]))
     for policy, override, plan in (
         ("fixed", "baseline", "baseline"),
         ("baseline", "fixed", "k8v4+draft8"),
@@ -269,9 +392,7 @@ def test_packages_add_policies() -> None:
     """A policy of an entry point is found by its name and serves like ours."""
     policies = load_policies([entry_point("night", "surefoot.policies.schedule:SchedulePolicy")])
     assert set(policies) == {*BUILT_IN, "night"}
-    assert (
-        serving_policy(policies, EVERYTHING).decide(replace(SEEN, policy="night")).plan.name == "k8v4+draft8"
-    )
+    assert serving_policy(policies).decide(replace(SEEN, policy="night")).plan.name == "k8v4+draft8"
     assert set(load_policies()) >= set(BUILT_IN)
 
 
@@ -291,18 +412,28 @@ def test_packages_with_faults_are_refused(name: str, value: str, word: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("bounds", "key"),
+    ("cache", "key"),
     [
-        (PlanBounds(cache=CacheBounds(format="k8v8")), "cache.format"),
-        (PlanBounds(cache=CacheBounds(demote="eager")), "cache.demote"),
-        (PlanBounds(cache=CacheBounds(max_context=9)), "cache.max_context"),
-        (PlanBounds(cache=CacheBounds(protect=Protection(recent=0))), "cache.protect.recent"),
+        (CacheBounds(format="k8v8"), "cache.format"),
+        (CacheBounds(demote="eager"), "cache.demote"),
+        (CacheBounds(max_context=9), "cache.max_context"),
+        (CacheBounds(protect=Protection(sinks=0)), "cache.protect.sinks"),
+        (CacheBounds(protect=Protection(recent=0)), "cache.protect.recent"),
     ],
 )
-def test_what_is_not_served_is_named(bounds: PlanBounds, key: str) -> None:
-    """Every value that asks for more than this version does is found, and none once everything is served."""
-    assert [each.key for each in unserved(bounds)] == [key]
-    assert list(unserved(bounds, EVERYTHING)) == []
+def test_what_is_not_served_is_named(cache: CacheBounds, key: str) -> None:
+    """Every value that asks for more than a version does is found; this version serves all of these."""
+    nothing = replace(SUPPORTED, formats=("k16v16",), cache_keys=())
+    assert [each.key for each in unserved(PlanBounds(cache=cache), nothing)] == [key]
+    assert list(unserved(PlanBounds(cache=cache))) == []
+
+
+def test_importance_is_refused() -> None:
+    """To protect what is attended to most is known to the file, and not served."""
+    bounds = PlanBounds(cache=CacheBounds(format="k4v4", protect=Protection(important=100)))
+    (found,) = unserved(bounds)
+    assert found.key == "cache.protect.important"
+    assert "leave the key out" in found.message
 
 
 def test_what_asks_for_nothing_is_served() -> None:
@@ -328,7 +459,7 @@ def test_replay_says_what_would_have_changed() -> None:
         b"",
         msgspec.json.encode(replace(SEEN, policy="fixed")),
     ]
-    serving = serving_policy(load_policies([]), EVERYTHING)
+    serving = serving_policy(load_policies([]))
     result = replay(read_records(lines), serving, "fixed")
     assert (result.num_requests, result.changes) == (2, {("baseline", "k8v4+draft8"): 1})
     assert "the policy is fixed" in result.reasons["baseline", "k8v4+draft8"]
