@@ -19,10 +19,11 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from msgspec import Struct
 
+from surefoot.backends.engine.bench_classes import PROMISES
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.simulator import Machine, Outcome
-from surefoot.backends.engine.trace import DEFAULT_PROMISES, TraceRequest
+from surefoot.backends.engine.trace import TraceRequest
 from surefoot.backends.types import CachePlan, ServingPlan
 from surefoot.policies.base import Decision, Observation, Policy
 from surefoot.policies.bounds import (
@@ -167,7 +168,7 @@ def run_day(name: str, policy: Policy, trace: Sequence[TraceRequest], job: Job) 
 
     accepts = {each.id: each.accepts for each in TENANTS}
     machine = Machine(settings=SETTINGS, num_blocks=job.blocks, cost=STEPS)
-    simulation = PlannedSimulation(machine, DEFAULT_PROMISES, decide, accepts)
+    simulation = PlannedSimulation(machine, PROMISES, decide, accepts)
     result = simulation.run(trace)
     return _row(name, result.outcomes, simulation.plans, result.busy_s)
 

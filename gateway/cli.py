@@ -143,6 +143,7 @@ SIMULATE_SETTINGS = (
     "max_waiting",
     "max_waiting_s",
     "headroom",
+    "classes",
     "cache_dir",
 )
 """The settings that can be flags of `simulate`."""

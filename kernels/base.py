@@ -135,6 +135,9 @@ class Ops(Protocol):
     def rotate(self, x: Tensor) -> Tensor:
         """The Hadamard transform of `codes.rotate` over the last dimension of `x` `[N, heads, D]`."""
 
+    def rotate_heads(self, x: Tensor) -> None:
+        """`rotate` in place; rows and heads may be strided."""
+
     def past_attention(
         self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,10 @@ class ReferenceOps(PlainOps):
         """See `codes.rotate`."""
         return rotate(x)
 
+    def rotate_heads(self, x: Tensor) -> None:
+        """See `codes.rotate`."""
+        x.copy_(rotate(x))
+
     def past_attention(
         self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,16 @@ import secrets
 from collections.abc import Iterable
 
 from surefoot.backends.errors import ContextTooLong, InvalidPrompt, RequestError
-from surefoot.backends.types import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
+from surefoot.backends.types import (
+    CachePlan,
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 
+from .cache_rule import FORMAT_NAMES, CacheSpace
 from .sequence import Request
 
 MAX_TOKEN_RULES = 1024
@@ -23,10 +31,13 @@ def admit(
     vocab_size: int,
     now_s: float,
     prediction_token_ids: tuple[int, ...] = (),
+    space: CacheSpace | None = None,
 ) -> Request:
     """Check a request against the model; raises `RequestError`.
 
-    Without `max_tokens` a choice may fill the context. Without a seed one is drawn.
+    `max_model_len` bounds contexts in full precision; `space` says what a plan with a quantised format
+    may hold, and has to be given if there are such. Without `max_tokens` a choice may fill the context.
+    Without a seed one is drawn.
     """
     params = message.params
     if not prompt_token_ids:
@@ -37,11 +48,19 @@ def admit(
             raise RequestError(f"{param} has {count} entries; at most {MAX_TOKEN_RULES} are allowed", param)
     _check_token_ids("logit_bias", params.logit_bias, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    num_prompt, room = len(prompt_token_ids), max_model_len - len(prompt_token_ids)
+    num_prompt = len(prompt_token_ids)
+    if message.plan.cache.format not in FORMAT_NAMES:
+        raise RequestError(
+            f"the plan's cache format {message.plan.cache.format!r} is none of {', '.join(FORMAT_NAMES)}"
+        )
+    limit = context_limit(message.plan.cache, max_model_len, space)
+    longest = max_model_len if space is None else space.longest(message.plan.cache, num_prompt)
+    room = min(limit, longest) - num_prompt
     if room < (1 if params.max_tokens is None else params.max_tokens):
         asked = "" if params.max_tokens is None else f" and max_tokens asks for {params.max_tokens} more"
         raise ContextTooLong(
-            f"the context holds at most {max_model_len} tokens, but the prompt has {num_prompt}{asked}:"
+            f"{_what_holds(message.plan.cache, limit, longest, num_prompt)}, but the prompt has"
+            f" {num_prompt}{asked}:"
             f" shorten the prompt{'' if params.max_tokens is None else ' or lower max_tokens'}",
             _param_of(message.prompt),
         )
@@ -54,6 +73,24 @@ def admit(
         arrived_s=now_s,
         prediction_token_ids=prediction_token_ids,
     )
+
+
+def context_limit(plan: CachePlan, max_model_len: int, space: CacheSpace | None) -> int:
+    """The longest that a plan lets prompt and output be together, whatever the cache then has room for."""
+    is_full = space is None or space.rule(plan, 1) is None
+    model_len = max_model_len if is_full or space is None else space.max_context
+    return model_len if plan.max_context is None else min(plan.max_context, model_len)
+
+
+def _what_holds(plan: CachePlan, limit: int, longest: int, num_prompt: int) -> str:
+    """The limit that a request does not keep."""
+    if longest <= num_prompt < limit:
+        return "the whole cache has no room for such a prompt"
+    if longest < limit:
+        return f"the whole cache holds at most {longest} tokens after such a prompt"
+    if limit == plan.max_context:
+        return f"contexts end at {limit} tokens by the request's plan"
+    return f"the context holds at most {limit} tokens"
 
 
 def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> None:

@@ -28,6 +28,7 @@ from surefoot.backends.types import (
     ChatPrompt,
     Event,
     Finished,
+    FormatStats,
     GenerateRequest,
     ModelCard,
     Prompt,
@@ -39,13 +40,14 @@ from surefoot.backends.types import (
 )
 from surefoot.kernels.base import Ops
 
-from .admission import admit, check_length, check_prediction
+from .admission import admit, check_length, check_prediction, context_limit
+from .cache_rule import CacheSpace
 from .door import Door
 from .engine import Engine, EngineCounters, Output
 from .machine_file import MachineCost, save_machine
 from .mailbox import Mailbox
 from .prepare import LoadedModel
-from .scheduler_load import UnitCost, load_of, view_of
+from .scheduler_load import UnitCost, formats_of, load_of, view_of
 from .sequence import Request
 from .settings import EngineSettings
 from .speculation.speculator import Speculator
@@ -144,6 +146,8 @@ class EngineBackend:
         self._last_key = -1
         """Of the requests that the engine took."""
         self._max_model_len: int | None = None
+        self._space: CacheSpace | None = None
+        self._formats: tuple[FormatStats, ...] = ()
         self._thread: threading.Thread | None = None
         self._rested = asyncio.Event()
 
@@ -163,7 +167,10 @@ class EngineBackend:
     def stats(self) -> BackendStats:
         """As of the engine's last step; what is more to count is as old as `scheduler`."""
         return replace(
-            self._stats, refusals_total=dict(self._door.num_refused), speculation=self._speculation
+            self._stats,
+            refusals_total=dict(self._door.num_refused),
+            speculation=self._speculation,
+            formats=self._formats,
         )
 
     @property
@@ -184,7 +191,7 @@ class EngineBackend:
         except Exception as error:
             self._status = BackendStatus(BackendState.FAILED, f"the model could not be loaded: {error}")
             raise
-        self._max_model_len = self._engine.max_model_len
+        self._max_model_len, self._space = self._engine.max_model_len, self._engine.cache_space
         if (rates := self._settings.speculation.synthetic_acceptance) is not None:
             log.warning("speculation.synthetic", model=self._model_id, rates=rates)
         self._publish()
@@ -214,7 +221,8 @@ class EngineBackend:
         """Serve one request; see `Backend.generate`."""
         max_model_len = self._check_open()
         self._door.check_room(request.priority)
-        tokens = await asyncio.to_thread(self._encode, request, max_model_len)
+        longest = context_limit(request.plan.cache, max_model_len, self._space)
+        tokens = await asyncio.to_thread(self._encode, request, longest)
         self._check_open()
         admitted = admit(
             request,
@@ -224,6 +232,7 @@ class EngineBackend:
             vocab_size=self._parts.loaded.model.config.vocab_size,
             now_s=self._clock(),
             prediction_token_ids=tokens.prediction,
+            space=self._space,
         )
         self._door.check(request)
         events: Mailbox[Event | BackendError] = Mailbox(self._loop)
@@ -392,6 +401,8 @@ class EngineBackend:
             prefix_cache_queries_total=counters.num_queried_tokens,
             prefix_cache_hits_total=counters.num_cached_tokens,
             prefix_cache_evictions_total=counters.num_evictions,
+            block_bytes=engine.cache_space.block_bytes,
+            demoted_tokens_total=dict(counters.num_demoted_tokens),
             steps_total=counters.num_steps,
             step_tokens_total=counters.num_rows,
             step_sequences_total=counters.num_sequence_steps,
@@ -410,6 +421,7 @@ class EngineBackend:
         self._door.load = load_of(engine.scheduler, unit, self._last_key)
         self._view = view_of(engine.scheduler, self._door.load, now_s)
         self._speculation = self._speculator.stats
+        self._formats = formats_of(engine.scheduler.running)
         self._machine = MachineCost(num_blocks=engine.pool.num_blocks, cost=engine.costs.cost)
         self._published_s = now_s
 

@@ -30,16 +30,35 @@ class BlockDemand:
 
     def fits(self, sequence: Sequence, running: Iterable[Sequence], num_reserved: int) -> bool:
         """Whether it finds room, now and until all have ended as expected, beside `num_reserved` blocks."""
-        if self._blocks.num_blocks_wanted(sequence) + num_reserved > self._pool.num_free:
+        running = list(running)
+        # Those that have demoted nothing yet will want more before they want less.
+        to_come = sum(
+            max(0, other.peak_blocks - other.num_blocks) for other in running if _will_shrink(other)
+        )
+        if self._blocks.num_blocks_wanted(sequence) + to_come + num_reserved > self._pool.num_free:
             return False
         return self._peak((sequence, *running)) + num_reserved <= self._pool.num_blocks
 
     def _peak(self, sequences: Iterable[Sequence]) -> float:
         """Blocks at the moment at which most are wanted. Each sequence's last block counts as half full."""
         remaining = self._lengths.remaining
-        to_come = sorted(((remaining(seq), len(seq.token_ids)) for seq in sequences), reverse=True)
-        peak = num_tokens = 0.0
-        for number, (num_more, num_held) in enumerate(to_come, 1):
-            num_tokens += num_held + BLOCK_TOKENS / 2
-            peak = max(peak, num_tokens + number * num_more)
-        return peak / BLOCK_TOKENS
+        to_come = sorted(((remaining(seq), *_blocks_of(seq)) for seq in sequences), reverse=True)
+        peak = num_held = growth = 0.0
+        for num_more, num_blocks, blocks_per_token in to_come:
+            num_held += num_blocks
+            growth += blocks_per_token
+            peak = max(peak, num_held + growth * num_more)
+        return peak
+
+
+def _will_shrink(sequence: Sequence) -> bool:
+    """Whether a running sequence is on its way to its first demotion."""
+    return sequence.request.cache_rule is not None and not sequence.num_demoted
+
+
+def _blocks_of(sequence: Sequence) -> tuple[float, float]:
+    """What a sequence's tokens hold when all have run, and what each token more adds."""
+    rule, num_tokens = sequence.request.cache_rule, len(sequence.token_ids)
+    if rule is None or num_tokens < rule.first_demotion:
+        return (num_tokens + BLOCK_TOKENS / 2) / BLOCK_TOKENS, 1 / BLOCK_TOKENS
+    return rule.blocks_of(num_tokens), 1 / rule.capacity

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 
 import structlog
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from torch import Tensor
 
 from surefoot.backends.errors import BackendError, DeadlineExceeded, RequestFault
@@ -24,12 +25,14 @@ from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
 from .block_pool import BlockPool
+from .cache_rule import CacheSpace, format_name
 from .choice_stream import ChoiceStream, joined
 from .cost_model import CostModel, StepSample, StepShape, fit
+from .demotion import Move
 from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
 from .promise_scheduler import PromiseScheduler
-from .runner import ModelRunner, build_step, kept_rows
+from .runner import ModelRunner, build_step, in_step_order, kept_rows
 from .sampler import NonFiniteLogits, Sampled, SampledRow, Sampler
 from .scheduler import MakeScheduler, ScheduledChunk, Scheduler, shape_of
 from .sequence import Request, Sequence, SequenceStatus
@@ -66,6 +69,8 @@ class EngineCounters(Struct):
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     num_evictions: int = 0
+    num_demoted_tokens: Counter[str] = field(default_factory=Counter)
+    """By the format that they got; again each time that a sequence is computed again."""
 
 
 class Engine:
@@ -127,7 +132,16 @@ class Engine:
             loaded.model.config.max_model_len,
             self.pool.num_blocks * BLOCK_TOKENS,
         )
-        """Tokens of prompt and output: what the model, the settings and the whole cache allow."""
+        """Tokens of prompt and output in full precision: what model, settings and whole cache allow."""
+        self.cache_space = CacheSpace(
+            layout=self._runner.layout,
+            num_layers=loaded.model.config.num_layers,
+            num_blocks=self.pool.num_blocks,
+            max_context=min(
+                settings.max_model_len or loaded.model.config.max_model_len,
+                loaded.model.config.max_model_len,
+            ),
+        )
         self._requests: dict[int, Request] = {}
 
     @property
@@ -155,6 +169,7 @@ class Engine:
         """Queue a request that `admission` has accepted."""
         params = request.message.params
         self._requests[request.key] = request
+        request.cache_rule = self.cache_space.rule(request.message.plan.cache, len(request.prompt_token_ids))
         self._prefix_cache.enter(request)
         continues = not isinstance(request.message.prompt, ChatPrompt)
         for choice in range(params.n):
@@ -176,6 +191,7 @@ class Engine:
             sequence.status = SequenceStatus.FINISHED
 
     def _end(self, sequence: Sequence) -> None:
+        sequence.cache_at_end = sequence.num_full, sequence.num_demoted
         self.scheduler.finish(sequence)
         self.speculator.finish(sequence)
 
@@ -183,7 +199,8 @@ class Engine:
         """Schedule, run the model, sample, commit, and say what came of it."""
         begun_s = self._clock()
         outputs = list(self._expire())
-        chunks = self.scheduler.schedule()
+        chunks = in_step_order(self.scheduler.schedule())
+        self._move(self.scheduler.take_moves())
         self.counters.num_preemptions += self.scheduler.take_preemptions()
         self.counters.num_evictions += self.pool.take_evictions()
         if not chunks:
@@ -205,6 +222,14 @@ class Engine:
         if any(chunk.draft for chunk in chunks):
             self.speculator.counters.realise(sum(map(len, verified)), self._clock() - begun_s)
         return outputs
+
+    def _move(self, moves: list[Move]) -> None:
+        """Carry out what the scheduler demoted, whether or not the sequence kept its blocks after all."""
+        self._runner.move(moves)
+        for move in moves:
+            if move.source.format != move.target.format:
+                name = format_name(move.target.format)
+                self.counters.num_demoted_tokens[name] += len(move.target.blocks)
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """Let those that decode verify drafts, as far as that is expected to pay and there are blocks."""
@@ -355,6 +380,7 @@ class Engine:
                 timings=request.timings(self._clock()),
                 num_preemptions=sum(sequence.num_preemptions for sequence in request.sequences),
                 speculation=request.speculation,
+                cache=request.cache_usage,
             )
 
     def _chunks(self, seq: Sequence, sampled: Sampled) -> Iterator[Chunk]:

@@ -71,7 +71,7 @@ class FirstComeScheduler(BlockHolder):
             sequence.status = SequenceStatus.FINISHED
 
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
-        return min(sequence.num_uncommitted, budget, self._settings.max_prefill_chunk or budget)
+        return min(sequence.num_runnable, budget, self._settings.max_prefill_chunk or budget)
 
     def _can_start_next(self) -> bool:
         """Start a sequence only if all it has so far fits, so that it is not preempted in its own prefill."""
@@ -82,7 +82,7 @@ class FirstComeScheduler(BlockHolder):
 
     def _allocate(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:
         """Get the blocks for a running sequence, preempting later ones; False if it was preempted itself."""
-        while sequence.blocks_missing(num_tokens) > self._pool.num_free:
+        while self._num_wanted(sequence, num_tokens) > self._pool.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             self.waiting.appendleft(victim)

@@ -48,15 +48,15 @@ class PrefixCache:
     def enter(self, request: Request) -> None:
         """Settle whom a new request shares with."""
         if self._between_requests and not request.scores_prompt:
-            request.root_key = self._root_key(request.message.salt)
+            request.root_key = self._root_key(request.message.salt, request.cache_rule is not None)
             request.num_queried_tokens = len(request.prompt_token_ids)
         elif request.message.params.n > 1:
             request.root_key = secrets.token_bytes(KEY_BYTES)
 
-    def num_blocks_wanted(self, sequence: Sequence, num_more: int = 0) -> int:
-        """Free blocks that it takes to hold all tokens, and so many more, of a sequence that is to start."""
+    def num_blocks_wanted(self, sequence: Sequence) -> int:
+        """Free blocks that it takes to get to where a sequence that is to start has all its tokens."""
         in_use = sum(self.pool.ref_count(block) > 0 for block in self._find(sequence))
-        return sequence.blocks_missing(sequence.num_uncommitted + num_more) - in_use
+        return sequence.peak_blocks - in_use
 
     def attach(self, sequence: Sequence) -> None:
         """Give a sequence that starts, with nothing committed, the cached blocks that it begins with."""
@@ -69,12 +69,13 @@ class PrefixCache:
             sequence.request.num_cached_tokens = sequence.num_committed
 
     def publish(self, sequence: Sequence) -> None:
-        """Call after each commit: blocks that it filled can be found from now on.
+        """Call after each commit: blocks that it filled can be found from now on, unless it has demoted
+        tokens: what it computes then depends on them.
 
         A block is published only after its parent, and where that parent is the sequence's own: held by it,
         the parent cannot go before the child. What is left over is published when all are let go at once.
         """
-        if sequence.request.root_key is None:
+        if sequence.request.root_key is None or sequence.num_demoted:
             return
         for index in range(sequence.num_published, sequence.num_committed // BLOCK_TOKENS):
             if index == 0 or self._is_published(sequence, index - 1):
@@ -83,7 +84,15 @@ class PrefixCache:
 
     def release(self, sequence: Sequence) -> None:
         """Take back a sequence's blocks; what is in the full ones can be found until they are given out."""
-        num_full = 0 if sequence.request.root_key is None else sequence.num_committed // BLOCK_TOKENS
+        self.let_go(sequence)
+        self.pool.free(sequence.demoted_table)
+        sequence.demoted_table = []
+        sequence.num_published = sequence.num_committed = sequence.num_demoted = 0
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Take back the blocks in full precision alone. They can be found if nothing was demoted yet."""
+        is_own = sequence.request.root_key is None or sequence.num_demoted > 0
+        num_full = 0 if is_own else sequence.num_committed // BLOCK_TOKENS
         for index in range(num_full):
             self._publish(sequence, index)
         # From the tail, as what is let go first is given out first. The published one of equal blocks moves
@@ -93,7 +102,6 @@ class PrefixCache:
                 self.pool.touch(sequence.block_keys[index])
             self.pool.free([sequence.block_table[index]])
         sequence.block_table = []
-        sequence.num_published = sequence.num_committed = 0
 
     def distrust(self, request: Request) -> None:
         """Its numbers went wrong, perhaps by a block that others share: let no block be found again."""
@@ -110,6 +118,8 @@ class PrefixCache:
             if request.has_run_prompt
             else sequence.num_prompt_tokens - OBSERVED_TOKENS
         )
+        if request.cache_rule is not None:
+            most = min(most, request.cache_rule.first_demotion)
         blocks: list[int] = []
         for index in range(most // BLOCK_TOKENS):
             block = self.pool.find(self._key(sequence, index))
@@ -139,9 +149,10 @@ class PrefixCache:
             keys.append(hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES).digest())
         return keys[index]
 
-    def _root_key(self, salt: str) -> bytes:
+    def _root_key(self, salt: str, is_rotated: bool) -> bytes:
+        """Keys of sequences that may be demoted are stored rotated, and are of no use to others."""
         digest = hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES)
-        for part in (*self._identity, salt):
+        for part in (*self._identity, *(["rotated"] * is_rotated), salt):
             # Lengths first: no two lists of parts may look the same when joined.
             encoded = part.encode()
             digest.update(len(encoded).to_bytes(8, "little") + encoded)

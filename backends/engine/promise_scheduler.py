@@ -220,8 +220,8 @@ class PromiseScheduler(BlockHolder):
     def _prefill(self, sequence: Sequence, plan: StepPlan, *, at_least: int) -> None:
         """A chunk as long as budget and limit allow, or `at_least`."""
         most = min(
-            sequence.num_uncommitted,
-            self._settings.max_prefill_chunk or sequence.num_uncommitted,
+            sequence.num_runnable,
+            self._settings.max_prefill_chunk or sequence.num_runnable,
             plan.prefill_room,
         )
         num_tokens = max(plan.largest_prefill(sequence, most), min(at_least, most))
@@ -230,7 +230,7 @@ class PromiseScheduler(BlockHolder):
 
     def _run(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         """Plan a chunk if blocks can be had for it, from sequences of lesser rank if need be."""
-        while sequence.blocks_missing(num_tokens) > self._pool.num_free:
+        while self._num_wanted(sequence, num_tokens) > self._pool.num_free:
             plan.starts_blocked = True
             victim = min(self.running, key=_rank)
             if victim is sequence:
@@ -250,7 +250,7 @@ class PromiseScheduler(BlockHolder):
         num_blocks = self._blocks.num_blocks_wanted(sequence) + round(reserved * self._pool.num_blocks)
         # Even where nobody has to go at once, somebody must be there to go when blocks run out.
         victims = [victim for victim in sorted(self.running, key=_rank) if _may_yield(victim, sequence)]
-        num_free = self._pool.num_free + sum(len(victim.block_table) for victim in victims)
+        num_free = self._pool.num_free + sum(victim.num_blocks for victim in victims)
         if not victims or len(self.running) - len(victims) >= num_places or num_free < num_blocks:
             return False
         for victim in victims:

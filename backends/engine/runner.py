@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.kernels.base import Ops, Past
-from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
+from surefoot.kernels.base import Ops, Past, Slots
+from surefoot.kernels.layout import BLOCK_TOKENS, FULL, BlockLayout, CacheFormat
 
+from .demotion import Move, Places
 from .model import Attend, Model
 from .replay import StepReplay
 from .scheduler import ScheduledChunk
+from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
 from .step_input import StepInput
 
 
 def build_step(chunks: list[ScheduledChunk]) -> StepInput:
-    """Lay the chunks' tokens one after the other.
+    """Lay the chunks' tokens one after the other, those of sequences with a quantised format last.
 
     A chunk that samples needs its last row's logits and those of its draft's rows; one whose prompt is scored
     needs those of all rows.
@@ -27,6 +29,8 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
     token_ids: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
+    slots: list[int] = []
+    num_rotated = 0
     logit_rows: list[int] = []
     logit_spans: list[range] = []
     cu_rows = [0]
@@ -36,29 +40,53 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
         token_ids += seq.token_ids[start : start + chunk.num_tokens]
         token_ids += chunk.draft_token_ids
         positions += span
-        blocks += (seq.block_table[position // BLOCK_TOKENS] for position in span)
+        places = range(start - seq.num_demoted, start - seq.num_demoted + chunk.num_rows)
+        blocks += (seq.block_table[place // BLOCK_TOKENS] for place in places)
+        slots += (place % BLOCK_TOKENS for place in places)
+        num_rotated += chunk.num_rows if seq.request.cache_rule is not None else 0
         cu_rows.append(len(token_ids))
         first = cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - chunk.num_sampled
         logit_rows += range(first, cu_rows[-1])
         logit_spans.append(range(len(logit_rows) - (cu_rows[-1] - first), len(logit_rows)))
-    past_blocks = [chunk.sequence.block_table for chunk in chunks]
-    widest = max(len(table) for table in past_blocks)
-    position_ids = torch.tensor(positions)
     return StepInput(
         token_ids=torch.tensor(token_ids),
-        positions=position_ids,
+        positions=torch.tensor(positions),
         cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
-        past=Past(
-            block_table=torch.tensor(
-                [[*t, *[0] * (widest - len(t))] for t in past_blocks], dtype=torch.int32
-            ),
-            lengths=torch.tensor([chunk.sequence.num_committed for chunk in chunks], dtype=torch.int32),
-        ),
+        past=_past_of([chunk.sequence for chunk in chunks]),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_spans=logit_spans,
         blocks=torch.tensor(blocks, dtype=torch.int32),
-        slots=(position_ids % BLOCK_TOKENS).int(),
+        slots=torch.tensor(slots, dtype=torch.int32),
+        num_rotated=num_rotated,
     )
+
+
+def in_step_order(chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+    """Those whose keys are stored rotated come last, so that their rows are one piece."""
+    return sorted(chunks, key=lambda chunk: chunk.sequence.request.cache_rule is not None)
+
+
+def past_part(
+    tables: Sequence[Sequence[int]], lengths: Sequence[int], cache_format: CacheFormat = FULL
+) -> Past:
+    """Block lists of a step's sequences as tensors."""
+    widest = max(map(len, tables))
+    return Past(
+        block_table=torch.tensor([[*t, *[0] * (widest - len(t))] for t in tables], dtype=torch.int32),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        format=cache_format,
+    )
+
+
+def _past_of(sequences: Sequence[EngineSequence]) -> tuple[Past, ...]:
+    """Full precision, then each format that some sequence has tokens in; others have none there."""
+    parts = [past_part([seq.block_table for seq in sequences], [seq.num_full for seq in sequences])]
+    formats = {seq.format: None for seq in sequences if seq.num_demoted}
+    for cache_format in formats:
+        own = [seq if seq.format == cache_format else None for seq in sequences]
+        tables = [seq.demoted_table if seq else [] for seq in own]
+        parts.append(past_part(tables, [seq.num_demoted if seq else 0 for seq in own], cache_format))
+    return tuple(parts)
 
 
 def kept_rows(chunks: Sequence[ScheduledChunk], verified: Sequence[Sequence[object]]) -> list[int] | None:
@@ -83,16 +111,16 @@ class ModelRunner:
         config = model.config
         self._model = model
         self._ops = ops
-        self._layout = BlockLayout(
+        self.layout = BlockLayout(
             num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=cache_dtype
         )
-        self.num_blocks = settings.cache_bytes // (config.num_layers * self._layout.block_bytes)
+        self.num_blocks = settings.cache_bytes // (config.num_layers * self.layout.block_bytes)
         if self.num_blocks < 1:
             raise ValueError(
                 f"{settings.cache_bytes} bytes of cache hold no block of {BLOCK_TOKENS} tokens, which takes"
-                f" {config.num_layers * self._layout.block_bytes} bytes in this model"
+                f" {config.num_layers * self.layout.block_bytes} bytes in this model"
             )
-        cache_shape = (config.num_layers, self.num_blocks, self._layout.block_bytes)
+        cache_shape = (config.num_layers, self.num_blocks, self.layout.block_bytes)
         # numpy's zeros are pages that the system gives on first use; torch would write them all now.
         self._cache = torch.from_numpy(np.zeros(cache_shape, dtype=np.uint8))
         rows = (config.num_layers, settings.max_batched_tokens, config.num_kv_heads, config.head_dim)
@@ -107,14 +135,17 @@ class ModelRunner:
         replayed = self._replay.run(step)
         if replayed is not None:
             return replayed
-        attend = self._attend(step.num_rows, step.cu_rows, step.past)
+        attend = self._attend(step.num_rows, step.cu_rows, step.past, step.num_rotated)
         hidden = self._model.forward(step.token_ids, step.positions, attend)
         return self._model.logits(hidden[step.logit_rows])
 
-    def _attend(self, num_rows: int, cu_rows: Tensor, past: Past) -> Attend:
+    def _attend(self, num_rows: int, cu_rows: Tensor, past: tuple[Past, ...], num_rotated: int) -> Attend:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if num_rotated:
+                self._ops.rotate_heads(q[num_rows - num_rotated :])
+                self._ops.rotate_heads(k[num_rows - num_rotated :])
             self._ops.keep(k, v, self._step_k[layer, :num_rows], self._step_v[layer, :num_rows])
-            return self._ops.attention(q, k, v, cu_rows, self._cache[layer], self._layout, past, self._scale)
+            return self._ops.attention(q, k, v, cu_rows, self._cache[layer], self.layout, past, self._scale)
 
         return attend
 
@@ -124,9 +155,23 @@ class ModelRunner:
         kept = slice(step.num_rows) if rows is None else torch.tensor(rows)
         self._ops.commit(
             self._cache,
-            self._layout,
+            self.layout,
             self._step_k[:, kept],
             self._step_v[:, kept],
             step.blocks[kept],
             step.slots[kept],
         )
+
+    @torch.inference_mode()
+    def move(self, moves: Iterable[Move]) -> None:
+        """Carry out what demotion planned, one after the other."""
+        for move in moves:
+            self._ops.demote(self._cache, self.layout, _slots(move.source), _slots(move.target))
+
+
+def _slots(places: Places) -> Slots:
+    return Slots(
+        blocks=torch.tensor(places.blocks, dtype=torch.int32),
+        slots=torch.tensor(places.slots, dtype=torch.int32),
+        format=places.format,
+    )

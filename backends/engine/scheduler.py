@@ -10,6 +10,7 @@ from msgspec import Struct
 from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .cost_model import CostModel, StepShape
+from .demotion import Demoter, Move
 from .output_lengths import OutputLengths
 from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
@@ -84,6 +85,9 @@ class Scheduler(Protocol):
     def take_preemptions(self) -> int:
         """How many sequences were preempted since this was asked last."""
 
+    def take_moves(self) -> list[Move]:
+        """What must be moved within the cache, in this order, before anything else is done with it."""
+
 
 MakeScheduler = Callable[[EngineSettings, PrefixCache, CostModel, Callable[[], float]], Scheduler]
 """Settings, blocks, costs, clock."""
@@ -96,6 +100,7 @@ class BlockHolder:
         self._settings = settings
         self._blocks = blocks
         self._pool = blocks.pool
+        self._demoter = Demoter(blocks)
         self.running: list[Sequence] = []
         self.lengths = OutputLengths()
         self._num_preemptions = 0
@@ -105,7 +110,7 @@ class BlockHolder:
         """Blocks for drafts; nobody loses any for them."""
         num_scheduled = sequence.num_uncommitted
         room = (len(sequence.block_table) + self._pool.num_free) * BLOCK_TOKENS
-        num_tokens = min(num_tokens, room - sequence.num_committed - num_scheduled)
+        num_tokens = min(num_tokens, room - sequence.num_full - num_scheduled)
         if (missing := sequence.blocks_missing(num_scheduled + num_tokens)) > 0:
             sequence.block_table += self._pool.allocate(missing)
         return num_tokens
@@ -114,6 +119,10 @@ class BlockHolder:
         """How many sequences were preempted since this was asked last."""
         count, self._num_preemptions = self._num_preemptions, 0
         return count
+
+    def take_moves(self) -> list[Move]:
+        """What demotion moves within the cache since this was asked last."""
+        return self._demoter.take_moves()
 
     def _start(self, sequence: Sequence) -> None:
         """From waiting to running, with the cached blocks that it begins with and no others yet."""
@@ -139,8 +148,13 @@ class BlockHolder:
         sequence.num_preemptions += 1
         self._num_preemptions += 1
 
+    def _num_wanted(self, sequence: Sequence, num_tokens: int) -> int:
+        """Free blocks that it takes to demote what is due, and to commit `num_tokens` more tokens."""
+        return self._demoter.num_wanted(sequence, num_tokens)
+
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate what `num_tokens` more tokens need; they are known to fit."""
+        """Demote what is due, and allocate what `num_tokens` more tokens need; they are known to fit."""
+        self._demoter.demote(sequence)
         # Blocks that were reserved for a draft may be there already.
         sequence.block_table += self._pool.allocate(max(0, sequence.blocks_missing(num_tokens)))
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+
 from msgspec import Struct
 
-from surefoot.backends.types import SchedulerView, SequenceView
+from surefoot.backends.types import FormatStats, SchedulerView, SequenceView
+from surefoot.kernels.layout import FULL, CacheFormat
 
+from .cache_rule import format_name
 from .cost_model import StepCost, context_tokens
 from .promise import slack_s
 from .scheduler import Scheduler
@@ -85,6 +90,25 @@ def view_of(scheduler: Scheduler, load: SchedulerLoad, now_s: float) -> Schedule
     )
 
 
+def formats_of(running: Iterable[Sequence]) -> tuple[FormatStats, ...]:
+    """What each flow's running sequences hold, by format."""
+    held: dict[tuple[str, CacheFormat], list[tuple[int, int]]] = defaultdict(list)
+    for sequence in running:
+        flow = sequence.request.message.flow
+        held[flow, FULL].append((sequence.num_full, len(sequence.block_table)))
+        if sequence.num_demoted:
+            held[flow, sequence.format].append((sequence.num_demoted, len(sequence.demoted_table)))
+    return tuple(
+        FormatStats(
+            flow=flow,
+            format=format_name(cache_format),
+            num_tokens=sum(tokens for tokens, _ in counts),
+            num_blocks=sum(blocks for _, blocks in counts),
+        )
+        for (flow, cache_format), counts in held.items()
+    )
+
+
 def _sequence_view(sequence: Sequence, now_s: float) -> SequenceView:
     request = sequence.request
     return SequenceView(
@@ -96,7 +120,7 @@ def _sequence_view(sequence: Sequence, now_s: float) -> SequenceView:
         age_s=now_s - request.arrived_s,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_output_tokens=sequence.num_output_tokens,
-        num_blocks=len(sequence.block_table),
+        num_blocks=sequence.num_blocks,
         num_preemptions=sequence.num_preemptions,
         slack_s=slack_s(sequence, now_s),
     )

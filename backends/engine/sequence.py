@@ -11,6 +11,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from surefoot.backends.types import (
+    CacheUsage,
     GenerateRequest,
     SamplingParams,
     SpeculationUsage,
@@ -18,8 +19,9 @@ from surefoot.backends.types import (
     TokenLogprob,
     Usage,
 )
-from surefoot.kernels.layout import BLOCK_TOKENS
+from surefoot.kernels.layout import BLOCK_TOKENS, FULL, CacheFormat
 
+from .cache_rule import CacheRule, format_name
 from .choice_stream import ChoiceStream
 from .speculation.draft_counts import DraftCounts
 
@@ -58,6 +60,10 @@ class Sequence:
 
     Of `token_ids` (prompt, then output) the first `num_committed` are in the cache. The rest must run
     before the next token can be sampled: for a decoding sequence that is the last token alone.
+
+    Where the plan has a quantised format, `num_demoted` of the committed tokens lie in `demoted_table`, in
+    that format. The others fill `block_table` from its beginning, in order of position but without gaps:
+    attention asks for no order.
     """
 
     def __init__(self, request: Request, choice: int, stream: ChoiceStream) -> None:
@@ -68,6 +74,10 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_committed = 0
         self.block_table: list[int] = []
+        self.num_demoted = 0
+        self.demoted_table: list[int] = []
+        self.cache_at_end: tuple[int, int] | None = None
+        """Tokens in full precision, and demoted ones, when the sequence ended."""
         self.block_keys: list[bytes] = []
         """Of the first full blocks of `token_ids`, as far as they were needed (prefix_cache.py)."""
         self.num_published = 0
@@ -114,14 +124,50 @@ class Sequence:
         return self.num_uncommitted == 1
 
     @property
+    def num_runnable(self) -> int:
+        """Uncommitted tokens that one step may run: those before the next boundary."""
+        rule = self.request.cache_rule
+        if rule is None:
+            return self.num_uncommitted
+        return min(self.num_uncommitted, rule.next_boundary(self.num_committed) - self.num_committed)
+
+    @property
+    def num_to_demote(self) -> int:
+        """Tokens that must be demoted before the next one runs."""
+        rule = self.request.cache_rule
+        return 0 if rule is None else rule.num_demoted(self.num_committed) - self.num_demoted
+
+    @property
+    def format(self) -> CacheFormat:
+        """Of the tokens that are demoted."""
+        rule = self.request.cache_rule
+        return FULL if rule is None else rule.format
+
+    @property
+    def num_full(self) -> int:
+        """Committed tokens in full precision."""
+        return self.num_committed - self.num_demoted
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held, in all formats."""
+        return len(self.block_table) + len(self.demoted_table)
+
+    @property
+    def peak_blocks(self) -> int:
+        """Blocks that it takes at most to hold all its tokens, on the way there included."""
+        rule, num_tokens = self.request.cache_rule, len(self.token_ids)
+        return math.ceil(num_tokens / BLOCK_TOKENS) if rule is None else rule.peak(num_tokens)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
         request = self.request
         return request.scores_prompt and len(request.prompt_logprobs) < self.num_prompt_tokens
 
     def blocks_missing(self, num_tokens: int) -> int:
-        """Blocks to allocate before `num_tokens` more tokens can be committed."""
-        return math.ceil((self.num_committed + num_tokens) / BLOCK_TOKENS) - len(self.block_table)
+        """Blocks to allocate before `num_tokens` more tokens can be committed; none are left to demote."""
+        return math.ceil((self.num_full + num_tokens) / BLOCK_TOKENS) - len(self.block_table)
 
     def append(self, token_id: int) -> None:
         """Add a sampled token."""
@@ -157,6 +203,8 @@ class Request:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.sequences: list[Sequence] = []
+        self.cache_rule: CacheRule | None = None
+        """What is demoted when; None for full precision."""
         self.drafts: dict[str, DraftCounts] = {}
         """How drafts fared, by proposer."""
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -196,6 +244,18 @@ class Request:
             num_prompt_tokens=len(self.prompt_token_ids),
             num_output_tokens=sum(seq.stream.num_emitted for seq in self.sequences),
             num_cached_tokens=self.num_cached_tokens,
+        )
+
+    @property
+    def cache_usage(self) -> CacheUsage | None:
+        """How the tokens of the choices lay when each ended; None for full precision."""
+        if self.cache_rule is None:
+            return None
+        ends = [sequence.cache_at_end or (0, 0) for sequence in self.sequences]
+        num_demoted = sum(demoted for _, demoted in ends)
+        tokens = {format_name(FULL): sum(full for full, _ in ends)}
+        return CacheUsage(
+            tokens=tokens | {format_name(self.cache_rule.format): num_demoted}, num_demoted_tokens=num_demoted
         )
 
     @property

@@ -165,6 +165,7 @@ class Simulation:
 
     def _step(self) -> None:
         chunks = self.scheduler.schedule()
+        self.scheduler.take_moves()  # there is no cache to move anything in
         shape = StepShape()
         for chunk in chunks:
             shape.add(chunk.num_tokens, chunk.sequence.num_committed)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,8 +94,8 @@ class _Cached:
         element, kind = layout.dtype.itemsize, _ELEMENT_KINDS[layout.dtype]
         self.full_args = layer.data_ptr(), layer.stride(0), element, kind, table, table_bytes, lengths
         if codes:
-            self._words = torch.tensor([len(codes) // quantised.PAST_WORDS, *codes], dtype=torch.int64)
-            self.codes_address = self._words.data_ptr()
+            self._words = np.array([len(codes) // quantised.PAST_WORDS, *codes], dtype=np.int64)
+            self.codes_address = self._words.ctypes.data
 
 
 class CpuOps:
@@ -111,6 +112,8 @@ class CpuOps:
         self._run: Callable[..., None] = launcher.run
         self._empty: Callable[..., Tensor] = torch.empty
         self._workspace = Workspace()
+        self._kept: list[_Cached] | None = None
+        """While a program is recorded, what its kernels will read beside tensors."""
         self._tapes = {name: launcher.tape(stages) for name, stages in _TAPES.items()}
         self._at = {name: int(tape.ctypes.data) for name, tape in self._tapes.items()}
 
@@ -242,14 +245,21 @@ class CpuOps:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rows and heads may be strided."""
+        out = self._empty(*x.shape)
+        self._rotate(x, out)
+        return out
+
+    def rotate_heads(self, x: Tensor) -> None:
+        """The kernel writes over what it has read."""
+        self._rotate(x, x)
+
+    def _rotate(self, x: Tensor, out: Tensor) -> None:
         rows, heads, head_dim = x.shape
         assert head_dim % 8 == 0
         assert x.stride(2) == 1
-        out = self._empty(rows, heads, head_dim)
         tape = self._at["rotate_few" if rows <= FEW_ROWS else "rotate"]
-        strides, size = (4 * x.stride(0), 4 * x.stride(1)), rotation_size(head_dim)
-        self._run(tape, x.data_ptr(), *strides, out.data_ptr(), rows, heads, head_dim, size)
-        return out
+        places = [(y.data_ptr(), 4 * y.stride(0), 4 * y.stride(1)) for y in (x, out)]
+        self._run(tape, *places[0], *places[1], rows, heads, head_dim, rotation_size(head_dim))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Gate and up lie side by side in each row."""
@@ -437,13 +447,14 @@ class CpuOps:
         program = Program(self._launcher)
         self._workspace.release()
         run, self._run, self._empty = self._run, program.add, self._workspace.empty
+        self._kept = program.kept
         try:
             with nullcontext() if known else LaunchesOnly():
                 program.finish(forward)
         except NotLaunches:
             return None
         finally:
-            self._run, self._empty = run, torch.empty
+            self._run, self._empty, self._kept = run, torch.empty, None
         return program
 
     def _attend(
@@ -472,6 +483,8 @@ class CpuOps:
             packed = self._empty(num_blocks * num_kv_heads * head_dim * 2 * BLOCK_TOKENS)
             packed_at = packed.data_ptr()
             present_args = (k.data_ptr(), 4 * k.stride(0), v.data_ptr(), 4 * v.stride(0))
+        if past is not None and self._kept is not None:
+            self._kept.append(past)
         max_parts = 0 if past is None else past.max_partitions
         split_rows = min(rows, sequences * (states.UNIT_VECTORS * num_kv_heads // heads))
         num_states = (split_rows * max_parts + 2 * rows) * heads

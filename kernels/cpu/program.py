@@ -92,6 +92,8 @@ class Program:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._rows: list[tuple[int, ...]] = []
+        self.kept: list[Any] = []
+        """What the launches refer to and nobody else holds."""
 
     def add(self, tape: int, *args: int, value: float = 0.0) -> None:
         """Write down what `Launcher.run` would run."""

@@ -232,10 +232,12 @@ def _rotate_head(source: int, target: int, head_dim: int, size: int, norm: Any) 
 
 
 def rotate(args: int, part: int, parts: int) -> None:
-    """Args: x, its row and head strides, out, rows, heads, head_dim, the transform's size."""
-    x, row_stride, head_stride, out, rows, heads, head_dim, size = words(args, 8)
+    """Args: x, its row and head strides, out, its own (it may be x), rows, heads, head_dim, the transform's
+    size.
+    """
+    x, row_stride, head_stride, out, out_row, out_head, rows, heads, head_dim, size = words(args, 10)
     norm = splat(np.float32(1.0 / math.sqrt(size)))
     for row in range(rows * part // parts, rows * (part + 1) // parts):
         for head in range(heads):
             source = x + row * row_stride + head * head_stride
-            _rotate_head(source, out + (row * heads + head) * head_dim * 4, head_dim, size, norm)
+            _rotate_head(source, out + row * out_row + head * out_head, head_dim, size, norm)

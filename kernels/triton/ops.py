@@ -66,6 +66,10 @@ class TritonOps(PlainOps):
         """In float32 inside."""
         return rotate.rotate(x)
 
+    def rotate_heads(self, x: Tensor) -> None:
+        """By way of a copy."""
+        x.copy_(rotate.rotate(x))
+
     def past_attention(
         self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:

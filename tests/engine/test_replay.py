@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from surefoot.backends.engine.model import Model
-from surefoot.backends.engine.runner import ModelRunner
+from surefoot.backends.engine.runner import ModelRunner, past_part
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.step_input import StepInput
 from surefoot.backends.engine.weight_mode import WeightMode
-from surefoot.kernels.base import Ops, Past, Program
+from surefoot.kernels.base import Ops, Program
 from surefoot.kernels.cpu.launch import Launcher
 from surefoot.kernels.cpu.ops import CpuOps
 from surefoot.kernels.layout import BLOCK_TOKENS
@@ -62,7 +62,8 @@ class Pair:
     @property
     def programs(self) -> dict[tuple[int, int], Program | None]:
         """What the replaying runner has recorded."""
-        return dict(self.replaying._replay._programs)
+        programs = self.replaying._replay._programs
+        return {(shape.num_rows, shape.num_sequences): program for shape, program in programs.items()}
 
     def _step(self, rows: dict[int, int]) -> StepInput:
         token_ids, positions, cu_rows = [], [], [0]
@@ -75,17 +76,13 @@ class Pair:
             positions += range(past, past + count)
             cu_rows.append(len(positions))
         tables = [self._tables[sequence] for sequence in rows]
-        widest = max(map(len, tables))
         owners = [sequence for sequence, count in rows.items() for _ in range(count)]
         places = list(zip(owners, positions, strict=True))
         return StepInput(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
             cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
-            past=Past(
-                block_table=torch.tensor([t + [0] * (widest - len(t)) for t in tables], dtype=torch.int32),
-                lengths=torch.tensor([self._lengths[s] for s in rows], dtype=torch.int32),
-            ),
+            past=(past_part(tables, [self._lengths[s] for s in rows]),),
             logit_rows=torch.arange(len(positions)),
             logit_spans=[],
             blocks=_int32(self._tables[s][p // BLOCK_TOKENS] for s, p in places),

@@ -111,6 +111,9 @@ def test_rotate(ops: Ops, rows: int, head_dim: int) -> None:
     x = torch.randn(rows, 5, head_dim)
     expected = (x.double().unflatten(-1, (-1, size)) @ matrix / math.sqrt(size)).flatten(-2)
     assert_close("rotate", ops.rotate(x), expected)
+    ops.rotate_heads(x[:, 1:4])
+    assert_close("in place", x[:, 1:4], expected[:, 1:4])
+    assert not torch.equal(x[:, 0], expected[:, 0].float())
 
 
 def test_rotation_leaves_scores(ops: Ops) -> None:

@@ -47,8 +47,12 @@ class Controller:
         self._drafting_credit_s = 0.0
 
     def max_tokens(self, sequence: Sequence) -> int:
-        """The longest draft that a sequence may have now: its last token needs none after it."""
+        """The longest draft that a sequence may have now: its last token needs none after it, and no row
+        lies beyond the next boundary of its cache.
+        """
         left = sequence.request.max_tokens - sequence.num_output_tokens - 1
+        if (rule := sequence.request.cache_rule) is not None:
+            left = min(left, rule.next_boundary(sequence.num_committed) - sequence.num_committed - 1)
         return max(0, min(sequence.request.message.plan.speculation.max_draft, self.ceiling, left))
 
     def _min_gain(self, sequence: Sequence) -> float:

@@ -12,13 +12,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 from torch import Tensor
 
-from surefoot.kernels.base import Ops, Past
+from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
 from ..choice_stream import ChoiceStream
 from ..cost_model import CostModel, StepSample, StepShape, fit
 from ..prepare import LoadedModel
-from ..runner import ModelRunner
+from ..runner import ModelRunner, past_part
 from ..sampler import SampledRow, Sampler
 from ..sequence import Sequence
 from ..settings import EngineSettings
@@ -253,16 +253,15 @@ def _step_of(turns: list[_Turn]) -> StepInput:
         num_logits = len(span) if wants_all else int(turn.is_caught_up)
         logit_spans.append(range(len(logit_rows), len(logit_rows) + num_logits))
         logit_rows += range(cu_rows[-1] - num_logits, cu_rows[-1])
-    widest = max(len(turn.cached.block_table) for turn in turns)
-    tables = [[*t, *[0] * (widest - len(t))] for t in (turn.cached.block_table for turn in turns)]
     position_ids = torch.tensor(positions)
     return StepInput(
         token_ids=torch.tensor([token_id for turn in turns for token_id in turn.pending]),
         positions=position_ids,
         cu_rows=torch.tensor(cu_rows, dtype=torch.int32),
-        past=Past(
-            block_table=torch.tensor(tables, dtype=torch.int32),
-            lengths=torch.tensor([turn.cached.num_committed for turn in turns], dtype=torch.int32),
+        past=(
+            past_part(
+                [turn.cached.block_table for turn in turns], [turn.cached.num_committed for turn in turns]
+            ),
         ),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_spans=logit_spans,

@@ -1,0 +1,127 @@
+"""Which blocks change hands when tokens are demoted, and what is to be moved between them.
+
+Knows numbers only. What it plans is carried out by the runner, move by move, so that blocks which one move
+has left may be given out for a later one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+from msgspec import Struct
+
+from surefoot.kernels.layout import BLOCK_TOKENS, FULL, CacheFormat
+
+from .prefix_cache import PrefixCache
+from .sequence import Sequence
+
+
+class Places(Struct, frozen=True):
+    """Where tokens lie: a block and a slot each."""
+
+    format: CacheFormat
+    blocks: list[int]
+    slots: list[int]
+
+    @classmethod
+    def of(cls, cache_format: CacheFormat, capacity: int, table: list[int], tokens: Seq[int]) -> Places:
+        """The tokens of a block list whose blocks hold `capacity` each."""
+        return cls(
+            cache_format,
+            [table[token // capacity] for token in tokens],
+            [token % capacity for token in tokens],
+        )
+
+
+class Move(Struct, frozen=True):
+    """Tokens to copy, all read before any is written; into another format, or as they are."""
+
+    source: Places
+    target: Places
+
+
+class Demoter:
+    """Demotes sequences at their boundaries.
+
+    The first time a sequence's blocks may be shared, or published for others: it copies what stays in full
+    precision to fresh blocks and lets go of the old ones, which the prefix cache may keep. Later it moves
+    its window together in place. Choices of a request share the full blocks of their demoted prompt.
+    """
+
+    def __init__(self, blocks: PrefixCache) -> None:
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self._moves: list[Move] = []
+
+    def take_moves(self) -> list[Move]:
+        """What was planned since this was asked last."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def num_wanted(self, sequence: Sequence, num_tokens: int) -> int:
+        """Free blocks that it takes to demote what is due, and to commit `num_tokens` more tokens."""
+        if sequence.num_to_demote == 0:
+            return max(0, sequence.blocks_missing(num_tokens))
+        num_full = sequence.num_full - sequence.num_to_demote + num_tokens
+        held = len(sequence.block_table) if sequence.num_demoted else 0
+        num_new = self._num_new(sequence, len(self._shared(sequence)))
+        return num_new + max(0, math.ceil(num_full / BLOCK_TOKENS) - held)
+
+    def demote(self, sequence: Sequence) -> None:
+        """Demote what is due, if anything is; the blocks are known to be free."""
+        rule, count = sequence.request.cache_rule, sequence.num_to_demote
+        if rule is None or count == 0:
+            return
+        shared = self._shared(sequence)
+        self._pool.share(shared)
+        new = self._pool.allocate(self._num_new(sequence, len(shared)))
+        table = [*sequence.demoted_table, *shared, *new]
+        num_shared = len(shared) * rule.capacity
+        begin, end = sequence.num_demoted, sequence.num_demoted + count
+        self._move(
+            _full(sequence.block_table, range(rule.sinks + num_shared, rule.sinks + count)),
+            Places.of(rule.format, rule.capacity, table, range(begin + num_shared, end)),
+        )
+        self._keep(sequence, rule.sinks, count)
+        sequence.demoted_table, sequence.num_demoted = table, end
+
+    def _keep(self, sequence: Sequence, num_sinks: int, num_gone: int) -> None:
+        """Move what stays in full precision together."""
+        window = range(num_sinks + num_gone, sequence.num_full)
+        num_kept = num_sinks + len(window)
+        old, num_blocks = sequence.block_table, math.ceil(num_kept / BLOCK_TOKENS)
+        if sequence.num_demoted:
+            self._move(_full(old, window), _full(old, range(num_sinks, num_kept)))
+            sequence.block_table = old[:num_blocks]
+            self._pool.free(old[num_blocks:])
+            return
+        fresh = self._pool.allocate(num_blocks)
+        self._move(_full(old, [*range(num_sinks), *window]), _full(fresh, range(num_kept)))
+        self._blocks.let_go(sequence)
+        sequence.block_table = fresh
+
+    def _move(self, source: Places, target: Places) -> None:
+        if source.blocks:
+            self._moves.append(Move(source, target))
+
+    def _num_new(self, sequence: Sequence, num_shared: int) -> int:
+        """Blocks of the demoted list that must be allocated."""
+        rule = sequence.request.cache_rule
+        assert rule is not None
+        num_demoted = sequence.num_demoted + sequence.num_to_demote
+        return math.ceil(num_demoted / rule.capacity) - len(sequence.demoted_table) - num_shared
+
+    def _shared(self, sequence: Sequence) -> list[int]:
+        """Full blocks of the demoted prompt that another choice has, for one that has demoted nothing."""
+        rule, request = sequence.request.cache_rule, sequence.request
+        if rule is None or sequence.num_demoted:
+            return []
+        most = max((choice.num_demoted for choice in request.sequences), default=0)
+        num_equal = max(0, min(most, sequence.num_to_demote, rule.num_prompt - rule.sinks))
+        other = next((choice for choice in request.sequences if choice.num_demoted == most), sequence)
+        return other.demoted_table[: num_equal // rule.capacity]
+
+
+def _full(table: list[int], tokens: Seq[int]) -> Places:
+    return Places.of(FULL, BLOCK_TOKENS, table, tokens)

@@ -1,0 +1,322 @@
+"""The engine with a quantised cache: an answer depends on its own prompt and plan, and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from surefoot.backends.engine.admission import admit
+from surefoot.backends.engine.backend import EngineParts
+from surefoot.backends.engine.cost_model import StepCost
+from surefoot.backends.engine.first_come import FirstComeScheduler
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
+from surefoot.backends.engine.scheduler import MakeScheduler
+from surefoot.backends.engine.scheduler_load import formats_of
+from surefoot.backends.engine.sequence import SequenceStatus
+from surefoot.backends.errors import ContextTooLong, RequestError
+from surefoot.backends.types import (
+    CachePlan,
+    CacheUsage,
+    Finished,
+    GenerateRequest,
+    SamplingParams,
+    ServingPlan,
+    SpeculationPlan,
+)
+from surefoot.kernels.layout import FULL
+
+from .serving import Served, Server, blocks, load_tiny, message, prompt_of
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True, logprobs=0)
+SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=140, ignore_eos=True, logprobs=0)
+FORMATS = ("k8v8", "k8v4", "k4v4")
+DRAFTS = SpeculationPlan(max_draft=8, proposers=("prediction", "ngram"))
+
+
+def plan(cache_format: str, *, drafts: bool = False, **cache: int) -> ServingPlan:
+    """A plan in a format, with a window short enough for short prompts."""
+    return ServingPlan(
+        name=cache_format,
+        cache=CachePlan(**{"format": cache_format, "sinks": 4, "recent": 32, **cache}),  # type: ignore[arg-type]
+        speculation=DRAFTS if drafts else SpeculationPlan(),
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_parts(parts: EngineParts, tmp_path_factory: pytest.TempPathFactory) -> EngineParts:
+    """A tiny model, for what does not depend on numbers."""
+    return load_tiny("qwen3", parts, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=["mistral", "real"])
+def some_parts(
+    request: pytest.FixtureRequest, parts: EngineParts, tmp_path_factory: pytest.TempPathFactory
+) -> EngineParts:
+    """A tiny model, and the real one."""
+    if request.param == "real":
+        return parts
+    return load_tiny(request.param, parts, tmp_path_factory.mktemp(request.param))
+
+
+def serve(parts: EngineParts, request: GenerateRequest, **limits: int) -> Served:
+    """One request on an engine of its own, which drafts whenever there is an idea."""
+    server = Server(parts, **limits)
+    draft_always(server)
+    return server.serve_all([request])[0]
+
+
+def draft_always(server: Server) -> None:
+    """Set costs that make every draft pay."""
+    server.engine.costs.frozen = True
+    server.engine.costs.refit(StepCost(fixed_s=1.0, row_s=1e-9, further_row_s=1e-9, sequence_s=0.0))
+
+
+def last(served: Served) -> Finished:
+    """The event that ends a request."""
+    assert isinstance(served.events[-1], Finished)
+    return served.events[-1]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_drafts_change_nothing(some_parts: EngineParts, cache_format: str, params: SamplingParams) -> None:
+    """A format with speculation gives the tokens and log-probabilities of the format alone."""
+    prompt = prompt_of(120)
+    alone = serve(some_parts, message(prompt, params, plan=plan(cache_format)))
+    server = Server(some_parts)
+    draft_always(server)
+    asked = server.add(message(prompt, params, plan=plan(cache_format, drafts=True)))
+    asked.prediction_token_ids = tuple(alone.choices[0][0])
+    drafted = server.finish({asked.key: Served([], [])})[0]
+    assert drafted.choices == alone.choices
+    usage = last(drafted).speculation
+    assert usage is not None
+    assert usage.num_accepted_tokens > 100
+    assert last(drafted).cache == last(alone).cache
+
+
+def test_a_format_changes_what_is_computed(tiny_parts: EngineParts) -> None:
+    """The equalities here are not vacuous: each format gives numbers of its own."""
+    choices = [
+        serve(tiny_parts, message(prompt_of(150), GREEDY, plan=plan(each))).choices
+        for each in ("k16v16", *FORMATS)
+    ]
+    assert len({repr(each) for each in choices}) == 4
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_chunks_and_company_change_nothing(tiny_parts: EngineParts, params: SamplingParams) -> None:
+    """An answer is the same alone, in a batch with every other format, and however its prompt is cut."""
+    requests = [
+        message(prompt_of(100 + 37 * i, seed=i), params, plan=plan(each, drafts=i % 2 > 0))
+        for i, each in enumerate((*FORMATS, "k16v16"))
+    ]
+    server = Server(tiny_parts, max_batched_tokens=160)
+    draft_always(server)
+    together = [each.choices for each in server.serve_all(requests)]
+    alone = [serve(tiny_parts, request).choices for request in requests]
+    assert together == alone
+    cut = [serve(tiny_parts, request, max_prefill_chunk=23).choices for request in requests[:2]]
+    assert cut == alone[:2]
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_a_hit_gives_the_bits_of_a_miss(tiny_parts: EngineParts, cache_format: str) -> None:
+    """Prompts are found again by requests of any quantised format; what followed a demotion never is."""
+    server, prompt = Server(tiny_parts), prompt_of(150)
+    cold = server.serve_all([message(prompt, GREEDY, plan=plan(cache_format))])[0]
+    warm = server.serve_all([message(prompt, GREEDY, plan=plan(cache_format))])[0]
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 128)
+    assert warm.choices == cold.choices
+    turn = [*prompt, *cold.choices[0][0], *prompt_of(30, seed=1)]
+    followed = server.serve_all([message(turn, SEEDED, plan=plan(cache_format))])[0]
+    assert followed.num_cached_tokens == 144
+    assert followed.choices == serve(tiny_parts, message(turn, SEEDED, plan=plan(cache_format))).choices
+    plain = server.serve_all([message(prompt, GREEDY)])[0]
+    assert plain.num_cached_tokens == 0, "keys of quantised plans are rotated, those of others are not"
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_choices_are_what_they_are_alone(
+    tiny_parts: EngineParts, cache_format: str, prefix_cache: bool
+) -> None:
+    """Four choices of one prompt share its demoted blocks, and are what they are when they share nothing."""
+    params, prompt = replace(SEEDED, n=4), prompt_of(200)
+    request = message(prompt, params, plan=plan(cache_format))
+    server = Server(tiny_parts, prefix_cache=prefix_cache)
+    asked = server.add(request)
+    while not all(choice.num_demoted for choice in asked.sequences):
+        server.engine.step()
+    capacity = asked.sequences[0].request.cache_rule.capacity  # type: ignore[union-attr]
+    num_shared = (200 - 36) // capacity
+    tables = [choice.demoted_table[:num_shared] for choice in asked.sequences]
+    assert tables == [tables[0]] * 4
+    assert {server.engine.pool.ref_count(block) for block in tables[0]} <= {4}
+    server.engine.abort(asked.key)
+    together = serve(tiny_parts, request, prefix_cache=prefix_cache)
+    apart = Server(tiny_parts, prefix_cache=False)
+    apart.engine._prefix_cache.enter = lambda request: None  # type: ignore[method-assign]  # shares nothing
+    apart.engine.scheduler._demoter._shared = lambda sequence: []  # type: ignore[attr-defined]  # not even these
+    assert together.choices == apart.serve_all([request])[0].choices
+
+
+@pytest.mark.parametrize("make", [FirstComeScheduler, PromiseScheduler])
+def test_preemption_changes_nothing(tiny_parts: EngineParts, make: MakeScheduler) -> None:
+    """Sequences that lose their blocks in the middle are computed again to the same bits."""
+    requests = [
+        message(prompt_of(60, seed), replace(SEEDED, n=2), plan=plan(each, drafts=drafts))
+        for seed, (each, drafts) in enumerate([("k4v4", False), ("k8v4", True), ("k16v16", False)])
+    ]
+    roomy = Server(tiny_parts).serve_all(requests)
+    tight = Server(tiny_parts, make, cache_bytes=blocks(tiny_parts, 26))
+    draft_always(tight)
+    tight.serve_all([message(prompt_of(30), replace(GREEDY, max_tokens=1))] * 3)
+    served = tight.serve_all(requests)
+    assert tight.engine.counters.num_preemptions > 0
+    assert [each.choices for each in served] == [each.choices for each in roomy]
+    assert sum(last(each).num_preemptions for each in served) == tight.engine.counters.num_preemptions
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 20, 70, 140])
+def test_an_abort_leaves_no_block(tiny_parts: EngineParts, num_steps: int) -> None:
+    """Whenever a client leaves, all its blocks in all formats are free."""
+    server = Server(tiny_parts, max_prefill_chunk=64)
+    requests = [
+        server.add(message(prompt_of(150, seed), replace(SEEDED, n=3), plan=plan(each, drafts=True)))
+        for seed, each in enumerate(FORMATS)
+    ]
+    for _ in range(num_steps):
+        server.engine.step()
+    for request in requests:
+        server.engine.abort(request.key)
+    server.engine.pool.check_integrity()
+    assert server.engine.pool.num_used == 0
+    assert not server.engine.has_work
+
+
+def test_what_is_reported_is_what_is_held(tiny_parts: EngineParts) -> None:
+    """The last event, the statistics and the counter tell how many tokens lie in which format."""
+    server = Server(tiny_parts)
+    asked = server.add(message(prompt_of(150), GREEDY, plan=plan("k4v4")))
+    sequence = asked.sequences[0]
+    while sequence.num_output_tokens < 100:
+        server.engine.step()
+    full, demoted = sorted(formats_of(server.engine.scheduler.running), key=lambda each: each.format)
+    assert (full.format, full.num_tokens, full.num_blocks) == ("k16v16", sequence.num_full, 5)
+    assert (demoted.format, demoted.num_tokens, demoted.num_blocks) == ("k4v4", 214 - 36, 4)
+    assert server.engine.counters.num_demoted_tokens == {"k4v4": 178}
+    while server.engine.has_work:
+        outputs = server.engine.step()
+    usage = outputs[-1].event.cache  # type: ignore[union-attr]
+    assert usage == CacheUsage(tokens={"k16v16": 289 - 242, "k4v4": 242}, num_demoted_tokens=242)
+    assert usage.reproducible
+    assert last(serve(tiny_parts, message(prompt_of(50), GREEDY))).cache is None
+
+
+@pytest.mark.parametrize(("cache_format", "times"), [("k4v4", 3.5), ("k8v4", 2.4), ("k8v8", 1.8)])
+def test_blocks_hold_more_tokens(parts: EngineParts, cache_format: str, times: float) -> None:
+    """At the default model's shape a block holds that many times the tokens of full precision."""
+    space = Server(parts).engine.cache_space
+    rule = space.rule(CachePlan(format=cache_format), 100)
+    assert rule is not None
+    assert rule.capacity >= round(times * space.layout.capacity(FULL), 6) - 2 * (cache_format == "k8v8")
+
+
+def test_more_fits(tiny_parts: EngineParts) -> None:
+    """A cache in which full-precision contexts of 200 tokens end takes longer ones in 4 bits."""
+    engine = Server(tiny_parts, cache_bytes=blocks(tiny_parts, 30)).engine
+    longest = engine.cache_space.longest(CachePlan(format="k4v4", recent=32), 100)
+    assert engine.max_model_len == 480
+    assert longest == 512, "what the model takes"
+    request = message(prompt_of(100), replace(GREEDY, max_tokens=412), plan=plan("k4v4"))
+    served = serve(tiny_parts, request, cache_bytes=blocks(tiny_parts, 30))
+    assert len(served.choices[0][0]) == 412
+    assert served.choices == serve(tiny_parts, request).choices
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "cache", "said"),
+    [
+        (120, {"max_context": 200}, "contexts end at 200 tokens by the request's plan"),
+        (400, {"format": "k4v4"}, "the whole cache"),
+        (120, {"format": "k4v4", "max_context": 200}, "contexts end at 200 tokens by the request's plan"),
+    ],
+)
+def test_what_cannot_fit_is_refused(
+    tiny_parts: EngineParts, num_prompt: int, cache: dict[str, object], said: str
+) -> None:
+    """A context beyond the plan's limit, or one whose demotion the cache has no room for, is refused."""
+    server = Server(tiny_parts, cache_bytes=blocks(tiny_parts, 26))
+    asked = ServingPlan(name="p", cache=CachePlan(**cache))  # type: ignore[arg-type]
+    with pytest.raises(ContextTooLong, match=said):
+        server.add(message(prompt_of(num_prompt), replace(GREEDY, max_tokens=100), plan=asked))
+
+
+def test_an_unknown_format_is_refused(tiny_parts: EngineParts) -> None:
+    """A plan with a format that no kernel has is refused by name."""
+    with pytest.raises(RequestError, match="k2v2"):
+        admit(
+            message(prompt_of(5), GREEDY, plan=plan("k2v2")),
+            (1, 2),
+            key=0,
+            max_model_len=10,
+            vocab_size=10,
+            now_s=0.0,
+        )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_storm_comes_to_an_end(tiny_parts: EngineParts, seed: int) -> None:
+    """Choices, formats, drafts, hits, aborts and preemptions at random in a full cache: all that stay are
+    served what they are served alone, every step does something, and no block is left.
+    """
+    random = Random(seed)
+    make = (FirstComeScheduler, PromiseScheduler)[seed % 2]
+    server = Server(tiny_parts, make, cache_bytes=blocks(tiny_parts, 24), max_batched_tokens=96)
+    draft_always(server)
+    requests = [_random_request(random) for _ in range(10)]
+    asked = {server.add(request).key: request for request in requests}
+    events = {key: Served([], []) for key in asked}
+    while server.engine.has_work:
+        num_rows, is_busy = server.engine.counters.num_rows, bool(server.engine.scheduler.running)
+        outputs = server.engine.step()
+        assert server.engine.counters.num_rows > num_rows or not is_busy, "nothing moves"
+        for output in outputs:
+            events[output.key].events.append(output.event)
+        server.engine.pool.check_integrity()
+        _check_holders(server)
+        if random.random() < 0.01 and events:
+            gone = random.choice(list(events))
+            server.engine.abort(gone)
+            del events[gone]
+    assert server.engine.pool.num_used == 0
+    for key in random.sample(list(events), min(3, len(events))):
+        assert events[key].choices == serve(tiny_parts, asked[key]).choices
+
+
+def _random_request(random: Random) -> GenerateRequest:
+    prompt = prompt_of(random.choice((20, 70, 100, 130)), seed=random.randrange(2))
+    params = replace(SEEDED, n=random.choice((1, 1, 3)), max_tokens=random.choice((5, 80)))
+    return message(
+        prompt, params, plan=plan(random.choice((*FORMATS, "k16v16")), drafts=random.random() < 0.5)
+    )
+
+
+def _check_holders(server: Server) -> None:
+    """Every used block is held as often as the running sequences list it."""
+    pool = server.engine.pool
+    held: list[int] = [
+        block
+        for sequence in server.engine.scheduler.running
+        for block in (*sequence.block_table, *sequence.demoted_table)
+    ]
+    assert all(seq.status is SequenceStatus.RUNNING for seq in server.engine.scheduler.running)
+    assert sorted(held) == _as_listed(pool.ref_count, pool.num_blocks)
+
+
+def _as_listed(ref_count: object, num_blocks: int) -> Sequence[int]:
+    return [block for block in range(num_blocks) for _ in range(ref_count(block))]  # type: ignore[operator]
