@@ -53,12 +53,12 @@ class BlockDemand:
 
 def _will_shrink(sequence: Sequence) -> bool:
     """Whether a running sequence is on its way to its first demotion."""
-    return sequence.request.cache_rule is not None and not sequence.num_demoted
+    return sequence.cache_rule is not None and not sequence.num_demoted
 
 
 def _blocks_of(sequence: Sequence) -> tuple[float, float]:
     """What a sequence's tokens hold when all have run, and what each token more adds."""
-    rule, num_tokens = sequence.request.cache_rule, len(sequence.token_ids)
+    rule, num_tokens = sequence.cache_rule, len(sequence.token_ids)
     if rule is None or num_tokens < rule.first_demotion:
         return (num_tokens + BLOCK_TOKENS / 2) / BLOCK_TOKENS, 1 / BLOCK_TOKENS
     return rule.blocks_of(num_tokens), 1 / rule.capacity
