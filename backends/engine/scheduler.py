@@ -173,7 +173,8 @@ class BlockHolder:
             return
         most = self._settings.max_batched_tokens
         taken = (self._num_wanted(sequence, min(sequence.num_runnable, most)) for sequence in self.running)
-        num_free = max(round(WATERMARK * self._pool.num_blocks), self._num_kept_free + sum(taken))
+        # What demoting takes may itself grow in the step, by a block of each list.
+        num_free = max(round(WATERMARK * self._pool.num_blocks), self._num_kept_free + sum(taken) + 2)
         self._demoter.reclaim(willing, num_free)
         if len(self.running) < self._settings.max_sequences and (next_up := self._next_up()) is not None:
             lower = [sequence for sequence in willing if sequence.priority <= next_up.priority]

@@ -168,9 +168,9 @@ class Sequence:
 
     @property
     def peak_blocks(self) -> int:
-        """Blocks that it takes at most to hold all its tokens, on the way there included."""
+        """Blocks that it takes at most to hold all its tokens, and to demote what is due before the next."""
         rule, num_tokens = self.cache_rule, len(self.token_ids)
-        return math.ceil(num_tokens / BLOCK_TOKENS) if rule is None else rule.peak(num_tokens)
+        return math.ceil(num_tokens / BLOCK_TOKENS) if rule is None else rule.peak(num_tokens + 1)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -99,6 +99,38 @@ def test_drafts_change_nothing(some_parts: EngineParts, cache_format: str, param
     assert last(drafted).cache == last(alone).cache
 
 
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_decoding_is_replayed(tiny_parts: EngineParts, cache_format: str) -> None:
+    """Steps of a quantised cache are recorded as others are, and replayed to the bits of steps op by op."""
+    requests = [
+        message(prompt_of(90, seed), GREEDY, plan=plan(each, drafts=seed > 1))
+        for seed, each in enumerate(("k16v16", cache_format, "k4v4"))
+    ]
+    server, by_op = Server(tiny_parts), Server(tiny_parts)
+    by_op.engine._runner._replay.run = lambda step: None  # type: ignore[method-assign]  # records nothing
+    assert [each.choices for each in server.serve_all(requests)] == [
+        each.choices for each in by_op.serve_all(requests)
+    ]
+    programs = server.engine._runner._replay._programs
+    assert None not in programs.values()
+    assert any(len(shape.formats) > 1 and shape.num_rotated < shape.num_rows for shape in programs)
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_drafts_change_nothing_after_a_long_prompt(
+    parts: EngineParts, cache_format: str, tmp_path: Path
+) -> None:
+    """After 4,000 tokens, too, a format with speculation gives what it gives alone (vLLM 40831, 53180)."""
+    tiny = load_tiny("llama-head-dim", parts, tmp_path, head_dim=32, max_position_embeddings=8192)
+    prompt = prompt_of(400) * 10
+    alone, drafted = (
+        serve(tiny, message(prompt, GREEDY, plan=plan(cache_format, drafts=drafts, recent=64)))
+        for drafts in (False, True)
+    )
+    assert drafted.choices == alone.choices
+    assert last(drafted).speculation is not None
+
+
 def test_a_format_changes_what_is_computed(tiny_parts: EngineParts) -> None:
     """The equalities here are not vacuous: each format gives numbers of its own."""
     choices = [
@@ -301,7 +333,7 @@ def test_pressure_makes_room_before_anyone_is_preempted(tiny_parts: EngineParts,
     """Where full precision would not fit, tokens are demoted, the lowest priority's first; and the answer
     says that it depends on that.
     """
-    server = Server(tiny_parts, make, cache_bytes=blocks(tiny_parts, 40), max_batched_tokens=96)
+    server = Server(tiny_parts, make, cache_bytes=blocks(tiny_parts, 44), max_batched_tokens=96)
     low, high = (
         server.add(replace(message(prompt_of(200, seed), GREEDY, plan=pressed()), priority=priority))
         for seed, priority in ((0, 0), (1, 100))
@@ -314,7 +346,7 @@ def test_pressure_makes_room_before_anyone_is_preempted(tiny_parts: EngineParts,
         if first_demoted is None:
             demoted = [each for each in (low, high) if each.sequences[0].num_demoted]
             first_demoted = demoted[0] if demoted else None
-    assert first_demoted is low
+    assert first_demoted is low, (low.sequences[0].num_demoted, server.engine.counters)
     assert server.engine.counters.num_preemptions == 0
     usage = last(served[low.key]).cache
     assert usage is not None
