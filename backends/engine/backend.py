@@ -41,7 +41,7 @@ from surefoot.backends.types import (
 from surefoot.kernels.base import Ops
 
 from .admission import admit, check_length, check_prediction, context_limit
-from .cache_rule import CacheSpace
+from .cache_rule import FULL_NAME, CacheSpace
 from .door import Door
 from .engine import Engine, EngineCounters, Output
 from .machine_file import MachineCost, save_machine
@@ -291,6 +291,9 @@ class EngineBackend:
 
     def _fingerprint(self, request: GenerateRequest) -> str:
         mark = "" if self._settings.speculation.synthetic_acceptance is None else ":synthetic"
+        cache = request.plan.cache
+        if cache.format != FULL_NAME and cache.demote == "pressure" and request.params.seed is None:
+            mark += ":pressure"
         return f"{self._model_id}:{self._parts.loaded.fingerprint}:{request.plan.name}{mark}"
 
     def _new_engine(self) -> Engine:

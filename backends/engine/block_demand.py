@@ -32,9 +32,7 @@ class BlockDemand:
         """Whether it finds room, now and until all have ended as expected, beside `num_reserved` blocks."""
         running = list(running)
         # Those that have demoted nothing yet will want more before they want less.
-        to_come = sum(
-            max(0, other.peak_blocks - other.num_blocks) for other in running if _will_shrink(other)
-        )
+        to_come = sum(_more_at_first(other) for other in running)
         if self._blocks.num_blocks_wanted(sequence) + to_come + num_reserved > self._pool.num_free:
             return False
         return self._peak((sequence, *running)) + num_reserved <= self._pool.num_blocks
@@ -51,14 +49,20 @@ class BlockDemand:
         return peak
 
 
-def _will_shrink(sequence: Sequence) -> bool:
-    """Whether a running sequence is on its way to its first demotion."""
-    return sequence.request.cache_rule is not None and not sequence.num_demoted
+def _more_at_first(sequence: Sequence) -> int:
+    """Blocks that a running sequence will want on the way to its first demotion; under pressure it needs none
+    for that beside those that are kept free for all.
+    """
+    if sequence.cache_rule is None or sequence.num_demoted:
+        return 0
+    if sequence.is_under_pressure:
+        return max(0, sequence.blocks_missing(sequence.num_uncommitted))
+    return max(0, sequence.peak_blocks - sequence.num_blocks)
 
 
 def _blocks_of(sequence: Sequence) -> tuple[float, float]:
     """What a sequence's tokens hold when all have run, and what each token more adds."""
-    rule, num_tokens = sequence.request.cache_rule, len(sequence.token_ids)
+    rule, num_tokens = sequence.cache_rule, len(sequence.token_ids)
     if rule is None or num_tokens < rule.first_demotion:
         return (num_tokens + BLOCK_TOKENS / 2) / BLOCK_TOKENS, 1 / BLOCK_TOKENS
     return rule.blocks_of(num_tokens), 1 / rule.capacity

@@ -7,6 +7,7 @@ has left may be given out for a later one.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from msgspec import Struct
@@ -70,7 +71,7 @@ class Demoter:
 
     def demote(self, sequence: Sequence) -> None:
         """Demote what is due, if anything is; the blocks are known to be free."""
-        rule, count = sequence.request.cache_rule, sequence.num_to_demote
+        rule, count = sequence.cache_rule, sequence.num_to_demote
         if rule is None or count == 0:
             return
         shared = self._shared(sequence)
@@ -85,6 +86,44 @@ class Demoter:
         )
         self._keep(sequence, rule.sinks, count)
         sequence.demoted_table, sequence.num_demoted = table, end
+
+    def num_taken(self, sequence: Sequence) -> int:
+        """Free blocks that it takes to demote all of a sequence that may be, before any are given back."""
+        rule = sequence.cache_rule
+        if rule is None:
+            return 0
+        before, sequence.num_to_reclaim = sequence.num_to_reclaim, rule.demotable(sequence.num_committed)
+        num_wanted = self.num_wanted(sequence, 0) if sequence.num_to_demote else 0
+        sequence.num_to_reclaim = before
+        return num_wanted
+
+    def gain(self, sequence: Sequence) -> int:
+        """How many more blocks are free if all of a sequence that may be is demoted now; 0 or less if none,
+        or if it takes more than are free while it runs.
+        """
+        rule = sequence.cache_rule
+        if rule is None or rule.demotable(sequence.num_committed) <= sequence.num_demoted:
+            return 0
+        if (num_taken := self.num_taken(sequence)) > self._pool.num_free:
+            return 0
+        if sequence.num_demoted:
+            num_kept = sequence.num_committed - rule.demotable(sequence.num_committed)
+            return len(sequence.block_table) - math.ceil(num_kept / BLOCK_TOKENS) - num_taken
+        return sum(self._pool.ref_count(block) == 1 for block in sequence.block_table) - num_taken
+
+    def reclaim(self, running: Iterable[Sequence], num_blocks: int) -> None:
+        """Demote sequences until so many blocks are free, lowest priority first.
+
+        None that is in the step being planned: it may lose blocks that the step writes to.
+        """
+        for sequence in sorted(running, key=lambda seq: (seq.priority, -seq.start_number)):
+            if self._pool.num_free >= num_blocks:
+                return
+            if self.gain(sequence) > 0:
+                assert sequence.cache_rule is not None
+                sequence.num_to_reclaim = sequence.cache_rule.demotable(sequence.num_committed)
+                sequence.was_reclaimed = True
+                self.demote(sequence)
 
     def _keep(self, sequence: Sequence, num_sinks: int, num_gone: int) -> None:
         """Move what stays in full precision together."""
@@ -107,14 +146,14 @@ class Demoter:
 
     def _num_new(self, sequence: Sequence, num_shared: int) -> int:
         """Blocks of the demoted list that must be allocated."""
-        rule = sequence.request.cache_rule
+        rule = sequence.cache_rule
         assert rule is not None
         num_demoted = sequence.num_demoted + sequence.num_to_demote
         return math.ceil(num_demoted / rule.capacity) - len(sequence.demoted_table) - num_shared
 
     def _shared(self, sequence: Sequence) -> list[int]:
         """Full blocks of the demoted prompt that another choice has, for one that has demoted nothing."""
-        rule, request = sequence.request.cache_rule, sequence.request
+        rule, request = sequence.cache_rule, sequence.request
         if rule is None or sequence.num_demoted:
             return []
         most = max((choice.num_demoted for choice in request.sequences), default=0)

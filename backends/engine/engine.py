@@ -169,7 +169,9 @@ class Engine:
         """Queue a request that `admission` has accepted."""
         params = request.message.params
         self._requests[request.key] = request
-        request.cache_rule = self.cache_space.rule(request.message.plan.cache, len(request.prompt_token_ids))
+        request.cache_rule = self.cache_space.rule(
+            request.message.plan.cache, len(request.prompt_token_ids), is_seeded=params.seed is not None
+        )
         self._prefix_cache.enter(request)
         continues = not isinstance(request.message.prompt, ChatPrompt)
         for choice in range(params.n):

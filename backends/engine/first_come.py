@@ -43,6 +43,7 @@ class FirstComeScheduler(BlockHolder):
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks; their blocks are allocated."""
+        self._reclaim()
         budget = self._settings.max_batched_tokens
         chunks: list[ScheduledChunk] = []
         for sequence in sorted(self.running, key=lambda seq: not seq.is_decoding):
@@ -70,6 +71,9 @@ class FirstComeScheduler(BlockHolder):
             self.waiting.remove(sequence)
             sequence.status = SequenceStatus.FINISHED
 
+    def _next_up(self) -> Sequence | None:
+        return self.waiting[0] if self.waiting else None
+
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_runnable, budget, self._settings.max_prefill_chunk or budget)
 
@@ -78,7 +82,7 @@ class FirstComeScheduler(BlockHolder):
         if not self.waiting or len(self.running) >= self._settings.max_sequences:
             return False
         sequence = self.waiting[0]
-        return self._blocks.num_blocks_wanted(sequence) <= self._pool.num_free
+        return self._blocks.num_blocks_wanted(sequence) + self._num_kept_free <= self._pool.num_free
 
     def _allocate(self, sequence: Sequence, num_tokens: int, chunks: list[ScheduledChunk]) -> bool:
         """Get the blocks for a running sequence, preempting later ones; False if it was preempted itself."""

@@ -88,6 +88,7 @@ class PrefixCache:
         self.pool.free(sequence.demoted_table)
         sequence.demoted_table = []
         sequence.num_published = sequence.num_committed = sequence.num_demoted = 0
+        sequence.num_to_reclaim = 0
 
     def let_go(self, sequence: Sequence) -> None:
         """Take back the blocks in full precision alone. They can be found if nothing was demoted yet."""
@@ -118,8 +119,8 @@ class PrefixCache:
             if request.has_run_prompt
             else sequence.num_prompt_tokens - OBSERVED_TOKENS
         )
-        if request.cache_rule is not None:
-            most = min(most, request.cache_rule.first_demotion)
+        if sequence.cache_rule is not None:
+            most = min(most, sequence.cache_rule.first_demotion)
         blocks: list[int] = []
         for index in range(most // BLOCK_TOKENS):
             block = self.pool.find(self._key(sequence, index))

@@ -89,6 +89,7 @@ class PromiseScheduler(BlockHolder):
         if self.wait_s() > 0:
             return []
         now_s = self._clock()
+        self._reclaim()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         for sequence in decoding:
             if sequence.pace is None:
@@ -111,6 +112,9 @@ class PromiseScheduler(BlockHolder):
         else:
             self._queue.leave(sequence)
             sequence.status = SequenceStatus.FINISHED
+
+    def _next_up(self) -> Sequence | None:
+        return next((self._queue.head(level) for level in self._queue.levels if level.num_waiting), None)
 
     def _priorities(self) -> list[int]:
         """Of all that wait or run, highest first."""
@@ -190,7 +194,7 @@ class PromiseScheduler(BlockHolder):
             return True
         reserved = self._reserved_share(sequence.priority, now_s)
         return self._has_place(round(reserved * self._settings.max_sequences)) and self._demand.fits(
-            sequence, self.running, round(reserved * self._pool.num_blocks)
+            sequence, self.running, max(round(reserved * self._pool.num_blocks), self._num_kept_free)
         )
 
     def _pace_allows(self, sequence: Sequence) -> bool:
@@ -234,6 +238,9 @@ class PromiseScheduler(BlockHolder):
             plan.starts_blocked = True
             victim = min(self.running, key=_rank)
             if victim is sequence:
+                if len(self.running) == 1 and sequence.is_under_pressure:
+                    # No block is left to demote it by way of: it starts again, with boundaries.
+                    self._give_up(sequence, plan)
                 return
             self._give_up(victim, plan)
         self._extend(sequence, num_tokens)

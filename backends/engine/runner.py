@@ -43,7 +43,7 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
         places = range(start - seq.num_demoted, start - seq.num_demoted + chunk.num_rows)
         blocks += (seq.block_table[place // BLOCK_TOKENS] for place in places)
         slots += (place % BLOCK_TOKENS for place in places)
-        num_rotated += chunk.num_rows if seq.request.cache_rule is not None else 0
+        num_rotated += chunk.num_rows if seq.cache_rule is not None else 0
         cu_rows.append(len(token_ids))
         first = cu_rows[-2] if seq.wants_prompt_logprobs else cu_rows[-1] - chunk.num_sampled
         logit_rows += range(first, cu_rows[-1])
@@ -63,7 +63,7 @@ def build_step(chunks: list[ScheduledChunk]) -> StepInput:
 
 def in_step_order(chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
     """Those whose keys are stored rotated come last, so that their rows are one piece."""
-    return sorted(chunks, key=lambda chunk: chunk.sequence.request.cache_rule is not None)
+    return sorted(chunks, key=lambda chunk: chunk.sequence.cache_rule is not None)
 
 
 def past_part(

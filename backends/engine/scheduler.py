@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from surefoot.kernels.layout import BLOCK_TOKENS
 
@@ -16,6 +17,9 @@ from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
 from .settings import EngineSettings
 from .speculation.base import Draft
+
+WATERMARK = 1 / 8
+"""The share of blocks that should be free: if it is not, sequences of `pressure` plans are demoted."""
 
 
 class ScheduledChunk(Struct, frozen=True):
@@ -105,6 +109,8 @@ class BlockHolder:
         self.lengths = OutputLengths()
         self._num_preemptions = 0
         self._num_starts = 0
+        self._num_kept_free = 0
+        """Blocks that a start must leave free, so that there is room to demote."""
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks for drafts; nobody loses any for them."""
@@ -147,6 +153,32 @@ class BlockHolder:
         self._stop(sequence, SequenceStatus.WAITING)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
+        if sequence.cache_rule is not None and sequence.is_under_pressure:
+            # What it held cannot be had again, and with boundaries it is known to fit.
+            sequence.cache_rule = replace(sequence.cache_rule, eager=True)
+            sequence.was_reclaimed = True
+
+    def _next_up(self) -> Sequence | None:
+        """Who would start next."""
+        raise NotImplementedError
+
+    def _reclaim(self) -> None:
+        """Call before a step is planned: make room for it and for who would start, by demoting those whose
+        plans leave it to us. Unused cached blocks count as free, so they go first.
+        """
+        willing = [sequence for sequence in self.running if sequence.is_under_pressure]
+        # As long as so many are free, any of them can be demoted.
+        self._num_kept_free = max((self._demoter.num_taken(sequence) for sequence in willing), default=0)
+        if not willing:
+            return
+        most = self._settings.max_batched_tokens
+        taken = (self._num_wanted(sequence, min(sequence.num_runnable, most)) for sequence in self.running)
+        # What demoting takes may itself grow in the step, by a block of each list.
+        num_free = max(round(WATERMARK * self._pool.num_blocks), self._num_kept_free + sum(taken) + 2)
+        self._demoter.reclaim(willing, num_free)
+        if len(self.running) < self._settings.max_sequences and (next_up := self._next_up()) is not None:
+            lower = [sequence for sequence in willing if sequence.priority <= next_up.priority]
+            self._demoter.reclaim(lower, num_free + self._blocks.num_blocks_wanted(next_up))
 
     def _num_wanted(self, sequence: Sequence, num_tokens: int) -> int:
         """Free blocks that it takes to demote what is due, and to commit `num_tokens` more tokens."""

@@ -76,6 +76,12 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_demoted = 0
         self.demoted_table: list[int] = []
+        self.cache_rule = request.cache_rule
+        """What is demoted when; the request's, unless it lost its blocks under pressure."""
+        self.num_to_reclaim = 0
+        """Tokens that have to be demoted by now because blocks are short."""
+        self.was_reclaimed = False
+        """Whether its tokens depend on how short blocks were."""
         self.cache_at_end: tuple[int, int] | None = None
         """Tokens in full precision, and demoted ones, when the sequence ended."""
         self.block_keys: list[bytes] = []
@@ -126,22 +132,29 @@ class Sequence:
     @property
     def num_runnable(self) -> int:
         """Uncommitted tokens that one step may run: those before the next boundary."""
-        rule = self.request.cache_rule
-        if rule is None:
+        boundary = None if self.cache_rule is None else self.cache_rule.next_boundary(self.num_committed)
+        if boundary is None:
             return self.num_uncommitted
-        return min(self.num_uncommitted, rule.next_boundary(self.num_committed) - self.num_committed)
+        return min(self.num_uncommitted, boundary - self.num_committed)
 
     @property
     def num_to_demote(self) -> int:
         """Tokens that must be demoted before the next one runs."""
-        rule = self.request.cache_rule
-        return 0 if rule is None else rule.num_demoted(self.num_committed) - self.num_demoted
+        if self.cache_rule is None:
+            return 0
+        due = max(self.cache_rule.num_demoted(self.num_committed), self.num_to_reclaim)
+        return max(0, due - self.num_demoted)
 
     @property
     def format(self) -> CacheFormat:
         """Of the tokens that are demoted."""
-        rule = self.request.cache_rule
+        rule = self.cache_rule
         return FULL if rule is None else rule.format
+
+    @property
+    def is_under_pressure(self) -> bool:
+        """Whether its tokens are demoted when blocks run out, and not before."""
+        return self.cache_rule is not None and not self.cache_rule.eager
 
     @property
     def num_full(self) -> int:
@@ -155,9 +168,9 @@ class Sequence:
 
     @property
     def peak_blocks(self) -> int:
-        """Blocks that it takes at most to hold all its tokens, on the way there included."""
-        rule, num_tokens = self.request.cache_rule, len(self.token_ids)
-        return math.ceil(num_tokens / BLOCK_TOKENS) if rule is None else rule.peak(num_tokens)
+        """Blocks that it takes at most to hold all its tokens, and to demote what is due before the next."""
+        rule, num_tokens = self.cache_rule, len(self.token_ids)
+        return math.ceil(num_tokens / BLOCK_TOKENS) if rule is None else rule.peak(num_tokens + 1)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -255,7 +268,9 @@ class Request:
         num_demoted = sum(demoted for _, demoted in ends)
         tokens = {format_name(FULL): sum(full for full, _ in ends)}
         return CacheUsage(
-            tokens=tokens | {format_name(self.cache_rule.format): num_demoted}, num_demoted_tokens=num_demoted
+            tokens=tokens | {format_name(self.cache_rule.format): num_demoted},
+            num_demoted_tokens=num_demoted,
+            reproducible=not any(sequence.was_reclaimed for sequence in self.sequences),
         )
 
     @property

@@ -94,8 +94,9 @@ class _Cached:
         element, kind = layout.dtype.itemsize, _ELEMENT_KINDS[layout.dtype]
         self.full_args = layer.data_ptr(), layer.stride(0), element, kind, table, table_bytes, lengths
         if codes:
+            # Not a tensor: those cannot be made while a program is recorded.
             self._words = np.array([len(codes) // quantised.PAST_WORDS, *codes], dtype=np.int64)
-            self.codes_address = self._words.ctypes.data
+            self.codes_address = int(self._words.ctypes.data)
 
 
 class CpuOps:

@@ -40,9 +40,9 @@ from .harness import make_engine
 from .tiny_models import SHAPE, tiny_hf_model
 
 
-def load_tiny(name: str, parts: EngineParts, folder: Path) -> EngineParts:
-    """A tiny model in place of the real one, whose tokenizer knows its ids too."""
-    tiny_hf_model(name).save_pretrained(folder)
+def load_tiny(name: str, parts: EngineParts, folder: Path, **changes: object) -> EngineParts:
+    """A tiny model in place of the real one, whose tokenizer knows its ids; with `changes` to its config."""
+    tiny_hf_model(name, **changes).save_pretrained(folder)
     config = read_config(folder)
     with SafetensorsFolder(folder) as source:
         model = Model(config, source, parts.ops, mode=WeightMode.FLOAT32)

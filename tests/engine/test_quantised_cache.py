@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -98,6 +99,38 @@ def test_drafts_change_nothing(some_parts: EngineParts, cache_format: str, param
     assert last(drafted).cache == last(alone).cache
 
 
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_decoding_is_replayed(tiny_parts: EngineParts, cache_format: str) -> None:
+    """Steps of a quantised cache are recorded as others are, and replayed to the bits of steps op by op."""
+    requests = [
+        message(prompt_of(90, seed), GREEDY, plan=plan(each, drafts=seed > 1))
+        for seed, each in enumerate(("k16v16", cache_format, "k4v4"))
+    ]
+    server, by_op = Server(tiny_parts), Server(tiny_parts)
+    by_op.engine._runner._replay.run = lambda step: None  # type: ignore[method-assign]  # records nothing
+    assert [each.choices for each in server.serve_all(requests)] == [
+        each.choices for each in by_op.serve_all(requests)
+    ]
+    programs = server.engine._runner._replay._programs
+    assert None not in programs.values()
+    assert any(len(shape.formats) > 1 and shape.num_rotated < shape.num_rows for shape in programs)
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_drafts_change_nothing_after_a_long_prompt(
+    parts: EngineParts, cache_format: str, tmp_path: Path
+) -> None:
+    """After 4,000 tokens, too, a format with speculation gives what it gives alone (vLLM 40831, 53180)."""
+    tiny = load_tiny("llama-head-dim", parts, tmp_path, head_dim=32, max_position_embeddings=8192)
+    prompt = prompt_of(400) * 10
+    alone, drafted = (
+        serve(tiny, message(prompt, GREEDY, plan=plan(cache_format, drafts=drafts, recent=64)))
+        for drafts in (False, True)
+    )
+    assert drafted.choices == alone.choices
+    assert last(drafted).speculation is not None
+
+
 def test_a_format_changes_what_is_computed(tiny_parts: EngineParts) -> None:
     """The equalities here are not vacuous: each format gives numbers of its own."""
     choices = [
@@ -151,7 +184,7 @@ def test_choices_are_what_they_are_alone(
     asked = server.add(request)
     while not all(choice.num_demoted for choice in asked.sequences):
         server.engine.step()
-    capacity = asked.sequences[0].request.cache_rule.capacity  # type: ignore[union-attr]
+    capacity = asked.sequences[0].cache_rule.capacity  # type: ignore[union-attr]
     num_shared = (200 - 36) // capacity
     tables = [choice.demoted_table[:num_shared] for choice in asked.sequences]
     assert tables == [tables[0]] * 4
@@ -242,7 +275,7 @@ def test_more_fits(tiny_parts: EngineParts) -> None:
     ("num_prompt", "cache", "said"),
     [
         (120, {"max_context": 200}, "contexts end at 200 tokens by the request's plan"),
-        (400, {"format": "k4v4"}, "the whole cache"),
+        (400, {"format": "k4v4", "recent": 380}, "the whole cache"),
         (120, {"format": "k4v4", "max_context": 200}, "contexts end at 200 tokens by the request's plan"),
     ],
 )
@@ -267,6 +300,97 @@ def test_an_unknown_format_is_refused(tiny_parts: EngineParts) -> None:
             vocab_size=10,
             now_s=0.0,
         )
+
+
+def test_a_prompt_that_does_not_fit_is_demoted_on_the_way(parts: EngineParts, tmp_path: Path) -> None:
+    """A prompt beyond the cache in full precision is served, with the same answer however it is cut."""
+    parts = load_tiny("llama-head-dim", parts, tmp_path, head_dim=32, max_position_embeddings=2048)
+    prompt, room = prompt_of(1500), blocks(parts, 80)
+    params = replace(GREEDY, max_tokens=70)
+    assert Server(parts, cache_bytes=room).engine.max_model_len < len(prompt)
+    request = message(prompt, params, plan=plan("k4v4"))
+    whole = serve(parts, request, cache_bytes=room)
+    assert len(whole.choices[0][0]) == 70
+    assert serve(parts, request, cache_bytes=room, max_prefill_chunk=100).choices == whole.choices
+
+
+def pressed(cache_format: str = "k4v4") -> ServingPlan:
+    """A plan that demotes when blocks run out."""
+    return ServingPlan(
+        name="pressed", cache=CachePlan(format=cache_format, sinks=4, recent=32, demote="pressure")
+    )
+
+
+def test_without_pressure_nothing_is_demoted(tiny_parts: EngineParts) -> None:
+    """With blocks to spare an answer is what it is in full precision, up to the rotation of keys."""
+    served = serve(tiny_parts, message(prompt_of(150), GREEDY, plan=pressed()))
+    usage = last(served).cache
+    assert usage == CacheUsage(tokens={"k16v16": 289, "k4v4": 0}, num_demoted_tokens=0)
+
+
+@pytest.mark.parametrize("make", [FirstComeScheduler, PromiseScheduler])
+def test_pressure_makes_room_before_anyone_is_preempted(tiny_parts: EngineParts, make: MakeScheduler) -> None:
+    """Where full precision would not fit, tokens are demoted, the lowest priority's first; and the answer
+    says that it depends on that.
+    """
+    server = Server(tiny_parts, make, cache_bytes=blocks(tiny_parts, 44), max_batched_tokens=96)
+    low, high = (
+        server.add(replace(message(prompt_of(200, seed), GREEDY, plan=pressed()), priority=priority))
+        for seed, priority in ((0, 0), (1, 100))
+    )
+    served = {low.key: Served([], []), high.key: Served([], [])}
+    first_demoted = None
+    while server.engine.has_work:
+        for output in server.engine.step():
+            served[output.key].events.append(output.event)
+        if first_demoted is None:
+            demoted = [each for each in (low, high) if each.sequences[0].num_demoted]
+            first_demoted = demoted[0] if demoted else None
+    assert first_demoted is low, (low.sequences[0].num_demoted, server.engine.counters)
+    assert server.engine.counters.num_preemptions == 0
+    usage = last(served[low.key]).cache
+    assert usage is not None
+    assert usage.num_demoted_tokens > 0
+    assert not usage.reproducible
+    assert server.engine.pool.num_used == 0
+
+
+def test_a_seed_is_never_under_pressure(tiny_parts: EngineParts) -> None:
+    """A seeded request with such a plan is demoted at boundaries, and its answer repeats."""
+    params = replace(SEEDED, max_tokens=80)
+    calm = serve(tiny_parts, message(prompt_of(150), params, plan=pressed()))
+    eager = serve(tiny_parts, message(prompt_of(150), params, plan=plan("k4v4")))
+    assert calm.choices == eager.choices
+    usage = last(calm).cache
+    assert usage is not None
+    assert usage.reproducible
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_estimates_are_what_is_freed(tiny_parts: EngineParts, seed: int) -> None:
+    """Whatever is shared or cached, demoting a sequence frees as many blocks as was said."""
+    random = Random(seed)
+    server = Server(tiny_parts, (FirstComeScheduler, PromiseScheduler)[seed % 2], max_batched_tokens=96)
+    server.serve(prompt_of(100), GREEDY)
+    for _ in range(4):
+        params = replace(GREEDY, n=random.choice((1, 2)), temperature=1.0)
+        server.add(
+            message(prompt_of(random.choice((100, 180)), seed=random.randrange(2)), params, plan=pressed())
+        )
+    demoter, pool = server.engine.scheduler._demoter, server.engine.pool  # type: ignore[attr-defined]
+    num_freed = 0
+    while server.engine.has_work:
+        server.engine.step()
+        if random.random() < 0.1 and server.engine.scheduler.running:
+            sequence = random.choice(server.engine.scheduler.running)
+            said, before = demoter.gain(sequence), pool.num_free
+            if said > 0:
+                demoter.reclaim([sequence], pool.num_blocks)
+                assert pool.num_free - before == said
+                num_freed += said
+        pool.check_integrity()
+    assert num_freed > 0
+    assert pool.num_used == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -294,16 +418,18 @@ def test_a_storm_comes_to_an_end(tiny_parts: EngineParts, seed: int) -> None:
             server.engine.abort(gone)
             del events[gone]
     assert server.engine.pool.num_used == 0
-    for key in random.sample(list(events), min(3, len(events))):
+    repeatable = [key for key in events if asked[key].params.seed is not None]
+    for key in random.sample(repeatable, min(3, len(repeatable))):
         assert events[key].choices == serve(tiny_parts, asked[key]).choices
 
 
 def _random_request(random: Random) -> GenerateRequest:
     prompt = prompt_of(random.choice((20, 70, 100, 130)), seed=random.randrange(2))
     params = replace(SEEDED, n=random.choice((1, 1, 3)), max_tokens=random.choice((5, 80)))
-    return message(
-        prompt, params, plan=plan(random.choice((*FORMATS, "k16v16")), drafts=random.random() < 0.5)
-    )
+    kind = plan(random.choice((*FORMATS, "k16v16")), drafts=random.random() < 0.5)
+    if random.random() < 0.2:
+        return message(prompt, replace(params, seed=None), plan=pressed())
+    return message(prompt, params, plan=kind)
 
 
 def _check_holders(server: Server) -> None:

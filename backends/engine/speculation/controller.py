@@ -51,8 +51,9 @@ class Controller:
         lies beyond the next boundary of its cache.
         """
         left = sequence.request.max_tokens - sequence.num_output_tokens - 1
-        if (rule := sequence.request.cache_rule) is not None:
-            left = min(left, rule.next_boundary(sequence.num_committed) - sequence.num_committed - 1)
+        if (rule := sequence.cache_rule) is not None:
+            boundary = rule.next_boundary(sequence.num_committed)
+            left = left if boundary is None else min(left, boundary - sequence.num_committed - 1)
         return max(0, min(sequence.request.message.plan.speculation.max_draft, self.ceiling, left))
 
     def _min_gain(self, sequence: Sequence) -> float:
