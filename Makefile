@@ -27,7 +27,7 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format lock clean bench-main bench-classes bench-prefix bench-scheduler bench-speculation \
+.PHONY: help serve test check format lock clean bench-main bench-cache bench-classes bench-prefix bench-scheduler bench-speculation \
 	bench-draft-lengths bench-policy-day bench-tenants peers bench-peers kernels-table
 
 help: ## Show this list
@@ -66,6 +66,9 @@ bench-tenants: $(RUNTIME) ## Measure tenant files and policies (ARGS="--files 10
 
 bench-classes: $(RUNTIME) ## Measure promises under a flood, and a cache too small (ARGS="--seconds 20 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_classes $(ARGS)
+
+bench-cache: $(RUNTIME) ## Measure what a quantised cache holds, and decoding in it (ARGS="--formats k8v4 ...")
+	@$(BIN)/python -m surefoot.backends.engine.bench_cache $(ARGS)
 
 bench-scheduler: $(RUNTIME) ## Measure what deciding a step costs (ARGS="--waiting 500 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_scheduler $(ARGS)
