@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from surefoot.kernels.base import Observed, Past, Slots
+from surefoot.kernels.base import Observed, Past, SampleRows, Slots
 from surefoot.kernels.layout import BlockLayout
 
 from ..backend import EngineParts
@@ -69,6 +69,12 @@ class Reader:
     def logits(self, hidden: Tensor) -> Tensor:
         """Of rows of hidden states: float32 `[R, vocab]`."""
         return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: SampleRows) -> list[int]:
+        """A token for each row of logits."""
+        tokens: list[int] = self._ops.sample(logits, rows).tolist()
+        return tokens
 
     def _step(
         self, pieces: Sequence[Piece], watched: Sequence[int], masses: list[Tensor], *, commit: bool

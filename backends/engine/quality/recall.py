@@ -137,8 +137,8 @@ TASKS: dict[str, Callable[[random.Random], list[Fact]]] = {
 
 
 def make_haystack(tokenizer: Tokenizer, filler: Sequence[int], tasks: Sequence[str], seed: int) -> Haystack:
-    """A fact of each task in the middle of each tenth of the filler, whose end is cut off: the text is as long
-    as it was. `LossError` if it is too short.
+    """A fact of each task in the middle of each tenth of the filler, whose end is cut off: the text is as
+    long as it was. `LossError` if it is too short.
     """
 
     def encode(text: str) -> tuple[int, ...]:

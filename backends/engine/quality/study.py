@@ -3,8 +3,8 @@
     make study-cache
     python -m surefoot.backends.engine.quality.study --help
 
-Whole documents are read in full precision up to some contexts, forked there, and predicted on under each plan; a
-plan's tokens are demoted at the fork and at every 64th token after. Facts are hidden at ten depths of
+Whole documents are read in full precision up to some contexts, forked there, and predicted on under each
+plan, whose tokens are demoted at the fork and at every 64th token after. Facts are hidden at ten depths of
 other windows, and asked for after the demotion, and at the end of the prompt. Everything is paired with full
 precision on the same tokens; intervals are of 95 %, over texts.
 """
@@ -100,12 +100,25 @@ class ContrastRow(Struct, frozen=True, kw_only=True):
     divergence: Estimate
 
 
+class AnswerContrastRow(Struct, frozen=True, kw_only=True):
+    """Importance against another choice at equal bytes: its answers' log-probability less the other's."""
+
+    context: int
+    task: str
+    asked: str
+    plan: str
+    against: str
+    logprob: Estimate
+    right: Estimate
+
+
 class Study(Struct, frozen=True, kw_only=True):
     """All that was found."""
 
     losses: list[LossRow]
     contrasts: list[ContrastRow]
     answers: list[AnswerRow]
+    answer_contrasts: list[AnswerContrastRow]
     seconds: float
 
 
@@ -145,6 +158,7 @@ def run_study(job: Job, options: EngineOptions, progress: Progress) -> Study:
         losses=losses,
         contrasts=_contrasts(losses),
         answers=answers,
+        answer_contrasts=answer_contrasts(answers),
         seconds=time.monotonic() - started_s,
     )
 
@@ -216,6 +230,27 @@ def _contrasts(losses: Sequence[LossRow]) -> list[ContrastRow]:
         for row in by_importance
         for choice in (Choice.RECENCY, Choice.RANDOM)
         for other in (rows[row.context, row.plan.replace(Choice.IMPORTANCE, choice)],)
+    ]
+
+
+def answer_contrasts(answers: Sequence[AnswerRow]) -> list[AnswerContrastRow]:
+    """Of all plans that go by importance."""
+    rows = {(row.context, row.task, row.asked, row.plan): row for row in answers}
+    return [
+        AnswerContrastRow(
+            context=row.context,
+            task=row.task,
+            asked=row.asked,
+            plan=row.plan,
+            against=choice,
+            logprob=difference([a.logprob for a in row.samples], [a.logprob for a in other.samples]),
+            right=difference([a.is_right for a in row.samples], [a.is_right for a in other.samples]),
+        )
+        for row in answers
+        if f"by {Choice.IMPORTANCE}" in row.plan
+        for choice in (Choice.RECENCY, Choice.RANDOM)
+        for name in (row.plan.replace(Choice.IMPORTANCE, choice),)
+        for other in (rows[row.context, row.task, row.asked, name],)
     ]
 
 
@@ -300,6 +335,14 @@ def text_of(study: Study) -> str:
             f"| {row.context} | {row.task} | {row.asked} | {row.plan} | {row.num_answers} | {row.logprob} |"
             f" {row.share_right:.0%} | {row.full_share_right:.0%} |"
             for row in study.answers
+        ),
+        "",
+        "| context | task | asked | plan | more than | log-probability, nat | right |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {row.context} | {row.task} | {row.asked} | {row.plan} | {row.against} | {row.logprob} |"
+            f" {row.right} |"
+            for row in study.answer_contrasts
         ),
         "",
         f"{study.seconds:.0f} s.",
