@@ -258,6 +258,15 @@ class QualityFlags:
     context: Annotated[int, Parameter(help="Tokens of a text before the first demotion")] = 2048
     texts: Annotated[int, Parameter(help="Texts; more make intervals narrower")] = 6
     tokens: Annotated[int, Parameter(help="Tokens that are predicted after each text")] = 128
+    tasks: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            consume_multiple=True,
+            show_default=False,
+            help="What facts are asked for [retrieval look-alikes variable-tracking copying]",
+        ),
+    ] = ("retrieval", "look-alikes", "variable-tracking", "copying")
     haystacks: Annotated[int, Parameter(help="Texts in which ten facts a task are hidden")] = 2
     generated: Annotated[int, Parameter(help="Tokens that are written after each text")] = 96
     seed: Annotated[int, Parameter(help="Another seed, other facts and other writing")] = 0

@@ -42,6 +42,7 @@ class QualitySettings(Struct, frozen=True, kw_only=True):
     context: int = 2048
     texts: int = 6
     tokens: int = 128
+    tasks: tuple[str, ...] = tuple(TASKS)
     haystacks: int = 2
     generated: int = 96
     seed: int = 0
@@ -50,6 +51,9 @@ class QualitySettings(Struct, frozen=True, kw_only=True):
         for name in self.formats:
             if name not in FORMAT_NAMES:
                 raise LossError(f"no cache format {name!r}: {', '.join(FORMAT_NAMES)}")
+        for name in self.tasks:
+            if name not in TASKS:
+                raise LossError(f"no task {name!r}: {', '.join(TASKS)}")
         least = {
             "context": BLOCK_TOKENS + 1,
             "texts": 2,
@@ -123,7 +127,9 @@ def measure_quality(options: EngineOptions, settings: QualitySettings, progress:
     started_s = time.monotonic()
     windows = _windows(parts, settings, documents)
     haystacks = [
-        make_haystack(parts.loaded.tokenizer, window[: settings.context], list(TASKS), settings.seed + number)
+        make_haystack(
+            parts.loaded.tokenizer, window[: settings.context], settings.tasks, settings.seed + number
+        )
         for number, window in enumerate(windows[settings.texts :])
     ]
     reader = Reader(parts, _num_blocks(settings))

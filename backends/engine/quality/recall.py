@@ -131,7 +131,7 @@ def copying(source: random.Random) -> list[Fact]:
 TASKS: dict[str, Callable[[random.Random], list[Fact]]] = {
     "retrieval": retrieval,
     "look-alikes": look_alikes,
-    "variable tracking": variable_tracking,
+    "variable-tracking": variable_tracking,
     "copying": copying,
 }
 

@@ -22,8 +22,9 @@ def report_text(report: QualityReport) -> str:
         f"# Quality of cache plans: {report.model}",
         "",
         f"Against full precision on the same tokens, weights {report.weights}, ops {report.ops}:"
-        f" {report.num_texts} texts read to {report.context} tokens, {report.num_tokens} tokens predicted after"
-        f" them, text {report.text_digest}, seed {report.seed}, {report.seconds:.0f} s. In brackets intervals of 95 %.",
+        f" {report.num_texts} texts read to {report.context} tokens, {report.num_tokens} tokens predicted"
+        f" after them, text {report.text_digest}, seed {report.seed}, {report.seconds:.0f} s. In brackets"
+        " intervals of 95 %.",
         "",
         "| plan | tokens per byte | loss, nat per token | divergence, nat | equal argmax | repetition |",
         "|---|---|---|---|---|---|",

@@ -21,5 +21,5 @@ def cut_windows(tokenizer: Tokenizer, documents: Sequence[str], number: int, len
             f"the text has {len(token_ids)} tokens, but {number} windows of {length} tokens take"
             f" {share * number}: give more text, or measure less of it"
         )
-    step = (len(token_ids) - share) // max(number - 1, 1)
-    return [[*start, *token_ids[at * step : at * step + share]] for at in range(number)]
+    begins = [at * (len(token_ids) - share) // max(number - 1, 1) for at in range(number)]
+    return [[*start, *token_ids[begin : begin + share]] for begin in begins]
