@@ -126,10 +126,9 @@ def measure_quality(options: EngineOptions, settings: QualitySettings, progress:
     parts = load_parts(options, progress)
     started_s = time.monotonic()
     windows = _windows(parts, settings, documents)
+    context, tokenizer = settings.context, parts.loaded.tokenizer
     haystacks = [
-        make_haystack(
-            parts.loaded.tokenizer, window[: settings.context], settings.tasks, settings.seed + number
-        )
+        make_haystack(tokenizer, window[:context], settings.tasks, settings.seed + number)
         for number, window in enumerate(windows[settings.texts :])
     ]
     reader = Reader(parts, _num_blocks(settings))

@@ -180,8 +180,8 @@ def test_watched_mass_is_a_share(reader: Reader, window: list[int]) -> None:
 
 
 def test_losses_are_ordered(reader: Reader, window: list[int]) -> None:
-    """Full precision against itself differs in no bit; int8 is nearer to it than int4, and all are nearer than
-    a window of int4's bytes that drops.
+    """Full precision against itself differs in no bit; int8 is nearer to it than int4, and all are nearer
+    than a window of int4's bytes that drops.
     """
     int4 = QualityPlan(low=INT4)
     plans = [FULL_PRECISION, QualityPlan(low=INT8), int4]
