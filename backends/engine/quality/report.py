@@ -61,7 +61,7 @@ def report_plot(report: QualityReport) -> str:
 
 
 def plot(title: str, points: Sequence[tuple[str, float, Estimate]]) -> str:
-    """A point with its interval for each name."""
+    """A point with its interval for each name; numbers tell those of one colour apart."""
     top = 10.0 ** math.ceil(math.log10(max(LEAST * 10, *(point.high for _, _, point in points))))
     decades = round(math.log10(top / LEAST))
     most = max(50.0, 10 * math.ceil(max(share for _, share, _ in points) / 10))
@@ -92,7 +92,8 @@ def plot(title: str, points: Sequence[tuple[str, float, Estimate]]) -> str:
             f' stroke="{colour}" stroke-width="2"/>',
             f'<circle cx="{x:.1f}" cy="{y_of(value.mean):.1f}" r="5" fill="{colour}"/>',
             f'<circle cx="{right + 20}" cy="{TOP + 18 * place}" r="5" fill="{colour}"/>',
-            _text(right + 32, TOP + 18 * place + 4, name),
+            _text(x + (9 if place % 2 else -16), y_of(value.mean) + 4, f"{place + 1}"),
+            _text(right + 32, TOP + 18 * place + 4, f"{place + 1}  {name}"),
         ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'

@@ -309,7 +309,7 @@ def test_the_command(cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert printed.out == report_text(report)
     assert (folder / "quality.md").read_text().startswith(printed.out)
     names = [element.text for element in ElementTree.fromstring(report_plot(report)).iter() if element.text]
-    assert {plan.name for plan in report.plans} <= set(names)
+    assert {"1  k4v4, recent 64", f"2  {report.plans[1].name}"} <= set(names)
     assert (folder / "quality.svg").read_text() == report_plot(report)
 
 
