@@ -59,7 +59,7 @@ class Job:
     texts: Annotated[int, Parameter(help="Windows of text; every other one up to the longest context")] = 8
     tokens: Annotated[int, Parameter(help="Tokens that are predicted at each context")] = 256
     haystacks: Annotated[int, Parameter(help="Texts of facts at 4k; a third of them elsewhere")] = 10
-    quick: Annotated[bool, Parameter(negative="", help="2 texts and 1 haystack, up to 4k")] = False
+    quick: Annotated[bool, Parameter(negative="", help="3 texts, 2 of them up to 4k, and 1 haystack")] = False
     output: Annotated[Path | None, Parameter(help="Store everything in this file, as JSON")] = None
 
 
@@ -129,7 +129,7 @@ DEFAULT_JOB = Job()
 def main(*, job: Job = DEFAULT_JOB) -> int:
     """Study which tokens of the KV cache may go to which format."""
     if job.quick:
-        job = replace_job(job, texts=2, haystacks=1, contexts=job.contexts[:2])
+        job = replace_job(job, texts=3, haystacks=1, contexts=job.contexts[:2])
     options = EngineOptions(
         model=locate_model(job.model),
         model_id=default_model_id(job.model),
