@@ -28,7 +28,7 @@ PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-versio
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check format lock clean bench-main bench-cache bench-classes bench-prefix bench-scheduler bench-speculation \
-	bench-draft-lengths bench-policy-day bench-tenants peers bench-peers kernels-table
+	bench-draft-lengths bench-policy-day bench-tenants study-cache peers bench-peers kernels-table
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench-speculation: $(RUNTIME) ## Measure speculation against none, by kind of tr
 
 bench-draft-lengths: $(RUNTIME) ## Measure steps, and replay draft lengths on them (ARGS="--folder docs ...")
 	@$(BIN)/python -m surefoot.backends.engine.speculation.bench_lengths $(ARGS)
+
+study-cache: $(RUNTIME) ## Study which tokens of the cache may go to which format (ARGS="--quick ...")
+	@$(BIN)/python -m surefoot.backends.engine.quality.study $(ARGS)
 
 peers: $(PEERS) ## Build llama.cpp, to be compared with (10 to 20 minutes; JOBS=2)
 

@@ -99,6 +99,32 @@ Another one, on text like that of its users:
     surefoot loss --model ~/models/Qwen3-0.6B --text letters.txt news.txt --tokens 50000
 """
 
+QUALITY = """\
+Measure what a quantised KV cache costs in quality, against full precision.
+
+A text is read in full precision; then all but its first and latest tokens are
+demoted, as the server would do it, and the model predicts what follows, answers
+questions about facts at ten depths, and writes on. Full precision does the same,
+and so does a window of equal bytes that drops old tokens, to compare with.
+
+loss: log-probability of the text's own tokens, in nats per token; its sign is real,
+and within the interval it is noise. divergence: how far the predictions are from full
+precision's (Kullback-Leibler), never below 0 and far less noisy: judge by it.
+A default run takes minutes; the exit status does not depend on the result.
+
+The default plans, with a report and a plot in a folder:
+
+    surefoot quality --output report
+
+Is a shorter window of recent tokens enough for k8v4?
+
+    surefoot quality --formats k8v4 --recent 16 64 256
+
+On the model and the texts of your users, in their length:
+
+    surefoot quality --model ~/models/Qwen3-0.6B --text a.txt b.txt --context 4096 --texts 12
+"""
+
 USAGE = """\
 Show who used what: requests and tokens by day, tenant, model and class.
 
@@ -151,6 +177,9 @@ SIMULATE_SETTINGS = (
 LOSS_SETTINGS = ("model", "weights", "device", "threads", "max_batched_tokens", "cache_dir")
 """The settings that can be flags of `loss`."""
 
+QUALITY_SETTINGS = ("model", "weights", "device", "threads", "cache_dir")
+"""The settings that can be flags of `quality`."""
+
 USAGE_SETTINGS = ("usage_db",)
 """The settings that can be flags of `usage`."""
 
@@ -168,6 +197,10 @@ TextFlag = Annotated[
         show_default=False,
         help="Files of UTF-8 text to score [text of this installation]",
     ),
+]
+OutputFlag = Annotated[
+    Path | None,
+    Parameter(name="--output", help="Folder for quality.md, quality.json and quality.svg"),
 ]
 TokensFlag = Annotated[
     int, Parameter(name="--tokens", show_default=False, help="Score so many tokens or a few more [20000]")
@@ -207,6 +240,42 @@ class SimulateFlags:
 DEFAULT_SIMULATION = SimulateFlags()
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class QualityFlags:
+    """What to compare. Names are those of `QualitySettings`."""
+
+    formats: Annotated[
+        tuple[str, ...],
+        Parameter(negative="", consume_multiple=True, show_default=False, help="Formats [k8v8 k8v4 k4v4]"),
+    ] = ("k8v8", "k8v4", "k4v4")
+    sinks: Annotated[int, Parameter(help="First tokens that stay in full precision")] = 4
+    recent: Annotated[
+        tuple[int, ...],
+        Parameter(
+            negative="", consume_multiple=True, show_default=False, help="Latest tokens that stay so [64]"
+        ),
+    ] = (64,)
+    context: Annotated[int, Parameter(help="Tokens of a text before the first demotion")] = 2048
+    texts: Annotated[int, Parameter(help="Texts; more make intervals narrower")] = 6
+    tokens: Annotated[int, Parameter(help="Tokens that are predicted after each text")] = 128
+    tasks: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            consume_multiple=True,
+            show_default=False,
+            help="What facts are asked for [retrieval look-alikes variable-tracking copying]",
+        ),
+    ] = ("retrieval", "look-alikes", "variable-tracking", "copying")
+    haystacks: Annotated[int, Parameter(help="Texts in which ten facts a task are hidden")] = 2
+    generated: Annotated[int, Parameter(help="Tokens that are written after each text")] = 96
+    seed: Annotated[int, Parameter(help="Another seed, other facts and other writing")] = 0
+
+
+DEFAULT_QUALITY = QualityFlags()
+
+
 def main() -> None:
     """The console script."""
     sys.exit(run(sys.argv[1:], os.environ))
@@ -228,7 +297,8 @@ def build_cli(environ: Mapping[str, str]) -> App:
     """The commands, for an environment."""
     flags_type, loss_flags_type = _flags_type(describe()), _flags_type(LOSS_SETTINGS)
     simulate_flags_type, usage_flags_type = _flags_type(SIMULATE_SETTINGS), _flags_type(USAGE_SETTINGS)
-    no_flags, no_loss_flags = flags_type(), loss_flags_type()
+    quality_flags_type = _flags_type(QUALITY_SETTINGS)
+    no_flags, no_loss_flags, no_quality_flags = flags_type(), loss_flags_type(), quality_flags_type()
     no_simulate_flags, no_usage_flags = simulate_flags_type(), usage_flags_type()
     app = App(name="surefoot", help=ABOUT, version=lambda: version("surefoot"), help_format="plaintext")
     key = App(name="key", help=KEY)
@@ -267,6 +337,20 @@ def build_cli(environ: Mapping[str, str]) -> App:
 
         return run_loss(resolve(_given(flags), environ, config).settings, text, tokens, window, as_json=json)
 
+    def quality(
+        *,
+        text: TextFlag = (),
+        what: QualityFlags = DEFAULT_QUALITY,
+        output: OutputFlag = None,
+        json: JsonFlag = False,
+        config: ConfigFlag = None,
+        flags: Any = no_quality_flags,
+    ) -> int:
+        from .start import run_quality  # Torch takes seconds to import.
+
+        settings = resolve(_given(flags), environ, config).settings
+        return run_quality(settings, {"files": text, **asdict(what)}, output, as_json=json)
+
     def simulate(
         *,
         what: SimulateFlags = DEFAULT_SIMULATION,
@@ -281,6 +365,7 @@ def build_cli(environ: Mapping[str, str]) -> App:
         (serve, flags_type),
         (show_config, flags_type),
         (loss, loss_flags_type),
+        (quality, quality_flags_type),
         (usage, usage_flags_type),
         (simulate, simulate_flags_type),
     ):
@@ -290,6 +375,7 @@ def build_cli(environ: Mapping[str, str]) -> App:
     app.command(models, name="models", help=MODELS)
     app.command(usage, name="usage", help=USAGE)
     app.command(loss, name="loss", help=LOSS)
+    app.command(quality, name="quality", help=QUALITY)
     app.command(simulate, name="simulate", help=SIMULATE)
     key.command(_key_new, name="new", help=KEY_NEW)
     app.command(key)

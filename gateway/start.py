@@ -15,6 +15,9 @@ from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import ModelError, ModelNotFound
+from surefoot.backends.engine.quality.measure import QualitySettings, measure_quality, write_report
+from surefoot.backends.engine.quality.report import report_plot
+from surefoot.backends.engine.quality.report import report_text as quality_text
 from surefoot.backends.engine.simulation import SimulationSettings as SimulationSettings  # for the command
 from surefoot.backends.engine.simulation import simulate_machine
 from surefoot.backends.engine.simulation_report import report_text as simulation_text
@@ -107,6 +110,28 @@ def run_loss(
         _tell(f"surefoot: the model could not be loaded: {error}")
         return EXIT_NO_MODEL
     sys.stdout.write(_json(report) if as_json else report_text(report))
+    return 0
+
+
+def run_quality(
+    settings: ServeSettings, what: Mapping[str, Any], folder: Path | None, *, as_json: bool
+) -> int:
+    """Measure cache plans against full precision and print the report; returns the process's exit status.
+
+    `what` has the fields of `QualitySettings`. Raises `SettingsError` for what cannot be measured.
+    """
+    configure_logs(settings.log_format, settings.log_level)
+    try:
+        report = measure_quality(engine_options(settings), QualitySettings(**what), progress=_tell)
+        text = quality_text(report)
+        if folder is not None:
+            write_report(report, folder, text, report_plot(report))
+    except (LossError, ModelNotFound) as error:
+        raise SettingsError(str(error)) from error
+    except ModelError as error:
+        _tell(f"surefoot: the model could not be loaded: {error}")
+        return EXIT_NO_MODEL
+    sys.stdout.write(_json(report) if as_json else text)
     return 0
 
 

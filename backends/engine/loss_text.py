@@ -59,11 +59,21 @@ def read_text(files: Sequence[Path]) -> str:
 
 def default_text() -> str:
     """Excerpts of all documents, then the next excerpt of each, until all have been taken whole."""
-    pairs = zip_longest(_prose(), _code())
-    documents = [document for document in chain.from_iterable(pairs) if document]
+    documents = default_documents()
     starts = range(0, max(map(len, documents), default=0), EXCERPT_CHARS)
     excerpts = (document[start : start + EXCERPT_CHARS] for start in starts for document in documents)
     return "\n\n".join(excerpt for excerpt in excerpts if excerpt)
+
+
+def default_documents() -> list[str]:
+    """Prose and code of this installation in turns, each document whole."""
+    pairs = zip_longest(_prose(), _code())
+    return [document for document in chain.from_iterable(pairs) if document]
+
+
+def read_documents(files: Sequence[Path]) -> list[str]:
+    """Each file whole, or the default documents; for what long contexts are measured on."""
+    return [_read(file) for file in files] if files else default_documents()
 
 
 def _read(file: Path) -> str:

@@ -67,7 +67,7 @@ def test_help_lists_the_commands(cli: Cli, arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("serve",), ("config",), ("models",), ("usage",), ("key", "new"), ("simulate",)]
+    "command", [("serve",), ("config",), ("models",), ("usage",), ("key", "new"), ("simulate",), ("quality",)]
 )
 def test_help_has_examples(cli: Cli, command: tuple[str, ...]) -> None:
     """Each command's help has a line that can be typed."""
