@@ -1,30 +1,33 @@
 """Linear layers: weights in panels of 16 outputs, rows in register tiles, one chain of additions per output.
 
-Group formats multiply 4- or 8-bit codes with activations quantised per row and group of 32, to two int8 each:
-a coarse one, and a fine one for what it leaves (8 bits alone cost 0.003 nat a token on SmolLM2-135M, see
-docs/measurements.md). A group's two dot products are exact integers; then, for coarse and fine,
-`acc = fma(float(dot), d * s, acc)` and, where the format has a minimum m, `acc = fma(m, sum(x), acc)`, groups
-in order. So a row's result depends neither on the rows beside it nor on the form. 16- and 32-bit weights
-take `acc = fma(x, w, acc)` over k in order.
+Group formats multiply 4- or 8-bit codes with activations quantised per row and group of 32 to int16 (8 bits
+cost 0.003 nat a token on SmolLM2-135M, see docs/measurements.md). A group's dot product is an exact integer;
+then `acc = fma(float(dot), d * s, acc)` and, where the format has a minimum m, `acc = fma(m, sum(x), acc)`,
+groups in order. So a row's result depends neither on the rows beside it nor on the form. 16- and 32-bit
+weights take `acc = fma(x, w, acc)` over k in order.
 
 A panel of a group format holds the codes of all groups, then the scales: 16 float16 d a group (and 16 m).
 Nibbles: 4 vectors of 64 bytes a group; byte 4 * o + j of vector v has output o's codes of k = 8 * v + j (low
 half) and k = 8 * v + 4 + j (high half). Bytes: 8 vectors, byte 4 * o + j of vector v has k = 4 * v + j. A
-panel of 16- or 32-bit weights is `[in, 16]`. An activation group is 96 bytes, 48 coarse and 48 fine: 32 int8,
-float32 scale s, float32 sum of the group (coarse half only), int32 -8 * sum of codes, int32 -128 * sum; a
-group's rows follow one another (a tile's rows then lie at fixed offsets), groups are `rows * 96 + 64` bytes
-apart.
+panel of 16- or 32-bit weights is `[in, 16]`.
+
+An activation group is 80 bytes: 32 int16, float32 scale s, float32 sum of the group, int32 -8 * sum of codes
+(Q4_0's are 8 too large), 4 bytes unused. Every four int16 lie in the order 0, 2, 1, 3, since shifting 16-bit
+lanes brings the codes of k and k + 2 side by side. A group's rows follow one another (a tile's rows then lie
+at fixed offsets), groups are `rows * 80 + 64` bytes apart.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 
-from .dot import make_dot
-from .forms import FLOAT, INT8, INT16, INT32, LANES, Emitter
+from .dot import add_pairs
+from .forms import FLOAT, INT16, INT32, LANES, Emitter
 from .vector import (
     ADDRESS,
     F32,
@@ -52,14 +55,15 @@ from .vector import (
 Q4_0, Q4_1, Q8_0, F32_, BF16, F16 = range(6)
 """Kinds of weights, as the kernel's argument."""
 
-HALF_BYTES = 48
-"""Bytes of the coarse or the fine half of an activation group."""
-
-ACTIVATION_BYTES = 2 * HALF_BYTES
+ACTIVATION_BYTES = 80
 """Bytes of a quantised activation group."""
 
-FINE = 254.0
-"""Fine steps in a coarse one: what rounding leaves is at most half a coarse step, 127 fine ones."""
+TOP = 32767.0
+"""The largest activation code."""
+
+
+CHAINS = 4
+"""Independent integer sums in a tile, at least: fewer would wait for the multiply-add's latency."""
 
 
 class Weights(NamedTuple):
@@ -79,43 +83,33 @@ ROW_BLOCK = 256
 
 @op(types.none, ADDRESS, F32, F32, F32)
 def _store_activation_group(e: Emitter, out: Any, first: Any, second: Any, scale: Any) -> None:
-    """Divide 32 numbers by a scale, round to even, write the coarse half; then the same with what is left."""
-    fine_scale = e.b.fmul(scale, e.constant(FLOAT, 1.0 / FINE))
-    left, coarse_sum = _store_half(e, out, 0, (first, second), scale)
-    _, fine_sum = _store_half(e, out, HALF_BYTES, left, fine_scale)
-    e.store(out, e.b.fadd(coarse_sum, fine_sum), 36)
-
-
-def _store_half(e: Emitter, out: Any, at: int, numbers: Any, scale: Any) -> tuple[Any, Any]:
-    """Write codes, scale and offsets; what the codes leave, and the sum of what they stand for."""
-    b, total, left = e.b, None, []
-    for half, x in enumerate(numbers):
-        q = e.nearest_even(_clamp(e, b.fdiv(x, scale)))
-        left.append(e.fma(b.fneg(q), scale, x))
-        codes = b.fptosi(q, I32.llvm)
-        e.store(out, b.trunc(codes, ir.VectorType(INT8, LANES)), at + LANES * half)
-        total = codes if total is None else b.add(total, codes)
+    """Divide 32 numbers by a scale, round to even, write codes, scale, sum and offset."""
+    b, total = e.b, e.constant(INT32, 0)
+    quads = [lane & ~3 | (0, 2, 1, 3)[lane & 3] for lane in range(LANES)]
+    for half, x in enumerate((first, second)):
+        codes = b.fptosi(e.nearest_even(_clamp(e, b.fdiv(x, scale))), I32.llvm)
+        total = b.add(total, codes)
+        ordered = b.shuffle_vector(codes, codes, ir.Constant(I32.llvm, quads))
+        e.store(out, b.trunc(ordered, ir.VectorType(INT16, LANES)), 2 * LANES * half)
     count = LANES
     while count > 1:
         count //= 2
         total = b.add(e.lanes(total, 0, count), e.lanes(total, count, count))
-    sum_ = b.extract_element(total, INT32(0))
-    s = b.extract_element(scale, INT32(0))
-    e.store(out, s, at + 32)
-    e.store(out, b.mul(sum_, INT32(-8)), at + 40)
-    e.store(out, b.mul(sum_, INT32(-128)), at + 44)
-    return left, b.fmul(s, b.sitofp(sum_, FLOAT))
+    sum_, s = b.extract_element(total, INT32(0)), b.extract_element(scale, INT32(0))
+    e.store(out, s, 64)
+    e.store(out, b.fmul(s, b.sitofp(sum_, FLOAT)), 68)
+    e.store(out, b.mul(sum_, INT32(-8)), 72)
 
 
 def _clamp(e: Emitter, x: Any) -> Any:
-    """To [-127, 127]; what is not a number becomes -127 (its scale is not a number either)."""
-    low, high = e.constant(FLOAT, -127.0), e.constant(FLOAT, 127.0)
+    """To [-32767, 32767]; what is not a number becomes -32767 (its scale is not a number either)."""
+    low, high = e.constant(FLOAT, -TOP), e.constant(FLOAT, TOP)
     x = e.b.select(e.b.fcmp_ordered(">", x, low), x, low)
     return e.b.select(e.b.fcmp_ordered("<", x, high), x, high)
 
 
 def quantise_rows(args: int, part: int, parts: int) -> None:
-    """Quantise rows of float32: coarse scale = max |x| / 127 per group of 32.
+    """Quantise rows of float32: scale = max |x| / 32767 per group of 32.
 
     Args: x, its row stride, rows, groups, out, bytes from one group's rows to the next's.
     """
@@ -128,7 +122,7 @@ def quantise_rows(args: int, part: int, parts: int) -> None:
             top = max_lanes(maximum(absolute(first), absolute(second)))
             # 0 for finite numbers, else not a number: so that no fault upstream is rounded away.
             fault = sum_lanes(fma(first, zero, mul(second, zero)))
-            scale = top / 127.0 + fault if top > 0.0 else 1.0 + fault
+            scale = top / TOP + fault if top > 0.0 else 1.0 + fault
             _store_activation_group(target + g * group_bytes, first, second, splat(scale))
 
 
@@ -137,21 +131,30 @@ def quantise_rows(args: int, part: int, parts: int) -> None:
 
 @tile
 def _q4_0_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
-    return _add_group(e, sums, x, stride, codes, scales, nibbles=True, minimum=False)
+    return _add_group(e, sums, x, stride, codes, scales, _nibbles, offset=True)
 
 
 @tile
 def _q4_1_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
-    return _add_group(e, sums, x, stride, codes, scales, nibbles=True, minimum=True)
+    return _add_group(e, sums, x, stride, codes, scales, _nibbles, minimum=True)
 
 
 @tile
 def _q8_0_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
-    return _add_group(e, sums, x, stride, codes, scales, nibbles=False, minimum=False)
+    return _add_group(e, sums, x, stride, codes, scales, _bytes)
 
 
 def _add_group(
-    e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any, *, nibbles: bool, minimum: bool
+    e: Emitter,
+    sums: Any,
+    x: Any,
+    stride: Any,
+    codes: Any,
+    scales: Any,
+    unpack: Any,
+    *,
+    offset: bool = False,
+    minimum: bool = False,
 ) -> Any:
     """Emit one group for every row of a tile; native vectors one after another, so that their sums fit
     registers.
@@ -163,47 +166,41 @@ def _add_group(
     width = LANES // e.form.pieces
     pieces: list[list[Any]] = [[] for _ in rows]
     for first in range(0, LANES, width):
-        accs = [e.lanes(total, first, width) for total in sums]
-        for at in (0, HALF_BYTES):
-            place = at + (40 if nibbles else 44)
-            offsets = None if minimum else [e.splat(e.load(r, INT32, place), width) for r in rows]
-            for m, dot in enumerate(_dot_group(e, rows, at, codes, first, width, offsets, nibbles=nibbles)):
-                scale = e.b.fmul(e.lanes(d, first, width), e.splat(e.load(rows[m], FLOAT, at + 32), width))
-                accs[m] = e.fma(e.b.sitofp(dot, scale.type), scale, accs[m])
-        for m, acc in enumerate(accs):
+        zero = e.constant(INT32, 0, width)
+        starts = [e.splat(e.load(row, INT32, 72), width) if offset else zero for row in rows]
+        chains = [[start] + [zero] * (CHAINS // len(rows) - 1) for start in starts]
+        for i, (at, pairs) in enumerate(unpack(e, codes, first, width)):
+            for row, chain in zip(rows, chains, strict=True):
+                own = i % len(chain)
+                chain[own] = add_pairs(e, chain[own], pairs, e.load(row, INT32, at))
+        dots = [functools.reduce(e.b.add, chain) for chain in chains]
+        for m, (row, dot) in enumerate(zip(rows, dots, strict=True)):
+            scale = e.b.fmul(e.lanes(d, first, width), e.splat(e.load(row, FLOAT, 64), width))
+            acc = e.fma(e.b.sitofp(dot, scale.type), scale, e.lanes(sums[m], first, width))
             if least is not None:
-                acc = e.fma(e.lanes(least, first, width), e.splat(e.load(rows[m], FLOAT, 36), width), acc)
+                acc = e.fma(e.lanes(least, first, width), e.splat(e.load(row, FLOAT, 68), width), acc)
             pieces[m].append(acc)
     return [e.concat(p) for p in pieces]
 
 
-def _dot_group(
-    e: Emitter, rows: Any, at: int, codes: Any, first: int, width: int, offsets: Any, *, nibbles: bool
-) -> list[Any]:
-    """The integer dot products of outputs `first` to `first + width` with every row's half at `at`."""
-    dot = make_dot(e, nibbles=nibbles)
-    offsets = offsets or [None] * len(rows)
-    totals = [dot.begin(width, offset) for offset in offsets]
-    raw = ir.VectorType(INT8, 4 * width)
-    for v in range(4 if nibbles else 8):
-        stored = e.load(codes, raw, 64 * v + 4 * first)
-        for k, part in _quads(e, stored, v, nibbles=nibbles):
-            ready = dot.codes(part)
-            totals = [
-                dot.step(total, ready, e.load(r, INT32, at + k))
-                for total, r in zip(totals, rows, strict=True)
-            ]
-    return [dot.finish(total, offset) for total, offset in zip(totals, offsets, strict=True)]
+def _nibbles(e: Emitter, codes: Any, first: int, width: int) -> Iterator[tuple[int, Any]]:
+    """Pairs of 4-bit codes of outputs `first` to `first + width`, each with its place in a row's group."""
+    lanes = 2 * width
+    mask = e.constant(INT16, 15, lanes)
+    for v in range(4):
+        stored = e.load(codes, ir.VectorType(INT16, lanes), 64 * v + 4 * first)
+        for shift, at in ((0, 0), (8, 4), (4, 8), (12, 12)):
+            moved = e.b.lshr(stored, e.constant(INT16, shift, lanes)) if shift else stored
+            yield 16 * v + at, e.b.and_(moved, mask) if shift < 12 else moved
 
 
-def _quads(e: Emitter, stored: Any, v: int, *, nibbles: bool) -> list[tuple[int, Any]]:
-    """The codes in a stored vector with the k that they begin at."""
-    if not nibbles:
-        return [(4 * v, stored)]
-    words_ = ir.VectorType(INT16, stored.type.count // 2)
-    mask = e.constant(INT8, 15, stored.type.count)
-    high = e.b.bitcast(e.b.lshr(e.b.bitcast(stored, words_), e.constant(INT16, 4, words_.count)), stored.type)
-    return [(8 * v, e.b.and_(stored, mask)), (8 * v + 4, e.b.and_(high, mask))]
+def _bytes(e: Emitter, codes: Any, first: int, width: int) -> Iterator[tuple[int, Any]]:
+    """The same of 8-bit codes."""
+    eight = e.constant(INT16, 8, 2 * width)
+    for v in range(8):
+        stored = e.load(codes, ir.VectorType(INT16, 2 * width), 64 * v + 4 * first)
+        yield 8 * v, e.b.ashr(e.b.shl(stored, eight), eight)
+        yield 8 * v + 4, e.b.ashr(stored, eight)
 
 
 @tile

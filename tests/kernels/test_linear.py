@@ -26,13 +26,11 @@ def _weight(fmt: GroupKind | torch.dtype, num_out: int, num_in: int) -> AnyWeigh
 
 
 def _quantised_rows(x: Tensor) -> Tensor:
-    """What group formats make of activations, in float64: coarse and fine int8 codes, scaled per group."""
+    """What group formats make of activations, in float64: int16 codes, scaled per group."""
     groups = x.unflatten(1, (-1, GROUP))
-    scales = groups.abs().amax(-1, keepdim=True) / 127.0
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales).double()
-    coarse = (groups / scales).round().clamp(-127, 127) * scales
-    fine_scales = scales / 254.0
-    return (coarse + ((groups - coarse) / fine_scales).round().clamp(-127, 127) * fine_scales).flatten(1)
+    scales = groups.abs().amax(-1, keepdim=True) / 32767.0
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    return ((groups / scales).round().clamp(-32767, 32767).double() * scales.double()).flatten(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,7 +49,7 @@ def test_dense_product(ops: Ops, dtype: torch.dtype, num_out: int) -> None:
 def test_group_product_is_exact_on_quantised_activations(
     cpu: CpuOps, kind: GroupKind, num_out: int, rows: int
 ) -> None:
-    """Group formats multiply the two int8 of each activation exactly, but for the rounding of float sums."""
+    """Group formats multiply the int16 of each activation exactly, but for the rounding of float sums."""
     weight, x = random_weight(kind, num_out, 96), torch.randn(rows, 96)
     actual = cpu.linear(x, cpu.prepare_linear(weight))
     assert_close(f"linear {kind}", actual, _quantised_rows(x) @ dequantise(weight).double().T)
