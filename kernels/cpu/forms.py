@@ -2,9 +2,9 @@
 instructions.
 
 A kernel sees vectors of 16 lanes whatever the processor. LLVM cuts them to native width; a form adds what
-LLVM cannot find by itself: the 8-bit dot product, and how many rows fit the registers. Every form computes
-the same bits where the processor has a fused multiply-add, because integer sums are exact and each output is
-one chain of float operations in a fixed order.
+LLVM cannot find by itself: the dot product of 16-bit pairs, and how many rows fit the registers. Every form
+computes the same bits where the processor has a fused multiply-add, because integer sums are exact and each
+output is one chain of float operations in a fixed order.
 """
 
 from __future__ import annotations
