@@ -89,7 +89,7 @@ def _policies() -> dict[str, Policy]:
 
 def _classes(file: Path | None) -> Classes:
     try:
-        return Classes() if file is None else load_classes(file)
+        return load_classes(file)
     except ClassesError as error:
         raise SettingsError(str(error)) from error
 

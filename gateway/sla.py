@@ -119,8 +119,10 @@ def check_tier(service_tier: str | None) -> None:
         )
 
 
-def load_classes(path: Path) -> Classes:
-    """Read a file of classes. Raises `ClassesError`."""
+def load_classes(path: Path | None) -> Classes:
+    """Read a file of classes; without one, those that every server has. Raises `ClassesError`."""
+    if path is None:
+        return Classes()
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

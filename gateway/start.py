@@ -66,7 +66,7 @@ def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
     """
     configure_logs(settings.log_format, settings.log_level)
     policies = _policies()
-    classes = load_sla(settings)
+    classes = load_classes(settings.classes)
     tenants, watch = load_tenants(settings, policies.keys(), classes.names)
     check_exposure(settings.host, tenants.keys_required)
     # The engine's thread runs Python between its ops; a short turn keeps the event loop on time beside it.
@@ -146,7 +146,7 @@ def run_simulation(settings: ServeSettings, what: Mapping[str, Any], *, as_json:
     except ValueError as error:
         raise SettingsError(str(error)) from error
     try:
-        promises = _promises(load_sla(settings))
+        promises = _promises(load_classes(settings.classes))
         report = simulate_machine(engine_options(settings), asked, promises, progress=_tell)
     except (TraceError, ClassesError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
@@ -163,11 +163,6 @@ def _promises(classes: Classes) -> dict[str, Promise]:
         name: Promise(priority=sla.priority, ttft_target_s=sla.ttft_target_s, tpot_target_s=sla.tpot_target_s)
         for name, sla in classes.by_name.items()
     }
-
-
-def load_sla(settings: ServeSettings) -> Classes:
-    """The classes of the settings' file, or the usual ones. Raises `ClassesError`."""
-    return Classes() if settings.classes is None else load_classes(settings.classes)
 
 
 def load_tenants(

@@ -22,15 +22,16 @@ from msgspec import Struct
 
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
-from surefoot.kernels.layout import BLOCK_TOKENS
+from surefoot.kernels.layout import BlockLayout
 
 from .admission import admit
 from .backend import EngineParts
+from .cache_rule import FULL_NAME
 from .engine import Engine
 from .settings import EngineSettings
+from .simulator import blocks_of
 from .speculation.bench_engine import load_bench_parts, make_bench_engine, say
 
-FULL = "k16v16"
 MIN_TIMES_RESIDENT, MIN_TIMES_THROUGHPUT, MIN_TIMES_DECODE = 2.5, 1.1, 1.0
 
 
@@ -105,7 +106,7 @@ def main(*, job: Job = DEFAULT_JOB) -> int:
 def measure(job: Job) -> CacheResult:
     """All formats, one after the other."""
     parts = load_bench_parts(job.model, job.cache_dir, job.threads)
-    formats = (FULL, *job.formats)
+    formats = (FULL_NAME, *job.formats)
     demands = []
     for name in formats:
         say(f"{job.requests} requests in {name} ...")
@@ -149,7 +150,7 @@ def _row(name: str, value: float, times: float, least: float) -> Row:
 
 
 def _demand(job: Job, parts: EngineParts, cache_format: str) -> Demand:
-    num_blocks = round(job.requests * _num_blocks(job.prompt_tokens + job.output_tokens) / job.demand)
+    num_blocks = round(job.requests * blocks_of(job.prompt_tokens + job.output_tokens) / job.demand)
     engine = _engine(parts, num_blocks, max_sequences=max(64, job.requests))
     for key in range(job.requests):
         _add(engine, parts, key, job.prompt_tokens, job.output_tokens, cache_format)
@@ -182,7 +183,7 @@ def _decode(job: Job, parts: EngineParts, formats: Sequence[str], context: int) 
 
 def _decode_once(job: Job, parts: EngineParts, cache_format: str, context: int) -> float:
     """Tokens a second after the first two, which meet what is slow once."""
-    engine = _engine(parts, 2 * _num_blocks(context + job.decodes), max_sequences=1)
+    engine = _engine(parts, 2 * blocks_of(context + job.decodes), max_sequences=1)
     _add(engine, parts, 0, context, job.decodes + 2, cache_format)
     while engine.counters.num_output_tokens < 2:
         _step(engine)
@@ -194,8 +195,8 @@ def _decode_once(job: Job, parts: EngineParts, cache_format: str, context: int) 
 
 def _engine(parts: EngineParts, num_blocks: int, *, max_sequences: int) -> Engine:
     config = parts.loaded.config
-    numbers = 2 * BLOCK_TOKENS * config.num_layers * config.num_kv_heads * config.head_dim
-    cache_bytes = num_blocks * numbers * parts.cache_dtype.itemsize
+    layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=parts.cache_dtype)
+    cache_bytes = num_blocks * config.num_layers * layout.block_bytes
     return make_bench_engine(
         parts, EngineSettings(cache_bytes=cache_bytes, max_sequences=max_sequences, prefix_cache=False)
     )
@@ -229,10 +230,6 @@ def _step(engine: Engine) -> None:
     for output in engine.step():
         if isinstance(output.event, BackendError):
             raise SystemExit(f"a request failed: {output.event}")
-
-
-def _num_blocks(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_TOKENS)
 
 
 if __name__ == "__main__":

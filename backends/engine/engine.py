@@ -127,12 +127,6 @@ class Engine:
         self._make_scheduler = make_scheduler
         self.scheduler = self._new_scheduler()
         self.last_step: StepSample | None = None
-        self.max_model_len = min(
-            settings.max_model_len or loaded.model.config.max_model_len,
-            loaded.model.config.max_model_len,
-            self.pool.num_blocks * BLOCK_TOKENS,
-        )
-        """Tokens of prompt and output in full precision: what model, settings and whole cache allow."""
         self.cache_space = CacheSpace(
             layout=self._runner.layout,
             num_layers=loaded.model.config.num_layers,
@@ -142,6 +136,8 @@ class Engine:
                 loaded.model.config.max_model_len,
             ),
         )
+        self.max_model_len = min(self.cache_space.max_context, self.pool.num_blocks * BLOCK_TOKENS)
+        """Tokens of prompt and output in full precision: what model, settings and whole cache allow."""
         self._requests: dict[int, Request] = {}
 
     @property
