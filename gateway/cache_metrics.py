@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 
 from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendStats
-from surefoot.policies.bounds import FORMATS
+from surefoot.policies.bounds import FORMATS, MIXED
 
-QUANTISED = FORMATS[1:]
+QUANTISED = tuple(each for each in FORMATS[1:] if each != MIXED)
 HELD = ("model_name", "tenant", "format")
 DEMOTED = ("model_name", "format")
 

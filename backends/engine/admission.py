@@ -15,7 +15,7 @@ from surefoot.backends.types import (
     TokenPrompt,
 )
 
-from .cache_rule import FORMAT_NAMES, CacheSpace
+from .cache_rule import PLAN_FORMATS, CacheSpace
 from .sequence import Request
 
 MAX_TOKEN_RULES = 1024
@@ -49,9 +49,9 @@ def admit(
     _check_token_ids("logit_bias", params.logit_bias, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     num_prompt = len(prompt_token_ids)
-    if message.plan.cache.format not in FORMAT_NAMES:
+    if message.plan.cache.format not in PLAN_FORMATS:
         raise RequestError(
-            f"the plan's cache format {message.plan.cache.format!r} is none of {', '.join(FORMAT_NAMES)}"
+            f"the plan's cache format {message.plan.cache.format!r} is none of {', '.join(PLAN_FORMATS)}"
         )
     limit = context_limit(message.plan.cache, max_model_len, space)
     longest = max_model_len if space is None else space.longest(message.plan.cache, num_prompt)

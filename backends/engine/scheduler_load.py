@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from surefoot.backends.types import FormatStats, SchedulerView, SequenceView
-from surefoot.kernels.layout import FULL, CacheFormat
+from surefoot.kernels.layout import CacheFormat
 
 from .cache_rule import format_name
 from .cost_model import StepCost, context_tokens
@@ -95,9 +95,8 @@ def formats_of(running: Iterable[Sequence]) -> tuple[FormatStats, ...]:
     held: dict[tuple[str, CacheFormat], list[tuple[int, int]]] = defaultdict(list)
     for sequence in running:
         flow = sequence.request.message.flow
-        held[flow, FULL].append((sequence.num_full, len(sequence.block_table)))
-        if sequence.num_demoted:
-            held[flow, sequence.format].append((sequence.num_demoted, len(sequence.demoted_table)))
+        for cache_format, part in sequence.held.items():
+            held[flow, cache_format].append((part.num_tokens, len(part.table)))
     return tuple(
         FormatStats(
             flow=flow,

@@ -33,7 +33,7 @@ from .serving import Served, Server, blocks, load_tiny, message, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True, logprobs=0)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=140, ignore_eos=True, logprobs=0)
-FORMATS = ("k8v8", "k8v4", "k4v4")
+FORMATS = ("k8v8", "k8v4", "mixed", "k4v4")
 DRAFTS = SpeculationPlan(max_draft=8, proposers=("prediction", "ngram"))
 
 
@@ -137,7 +137,7 @@ def test_a_format_changes_what_is_computed(tiny_parts: EngineParts) -> None:
         serve(tiny_parts, message(prompt_of(150), GREEDY, plan=plan(each))).choices
         for each in ("k16v16", *FORMATS)
     ]
-    assert len({repr(each) for each in choices}) == 4
+    assert len({repr(each) for each in choices}) == 5
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -162,7 +162,7 @@ def test_a_hit_gives_the_bits_of_a_miss(tiny_parts: EngineParts, cache_format: s
     server, prompt = Server(tiny_parts), prompt_of(150)
     cold = server.serve_all([message(prompt, GREEDY, plan=plan(cache_format))])[0]
     warm = server.serve_all([message(prompt, GREEDY, plan=plan(cache_format))])[0]
-    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 128)
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 144)
     assert warm.choices == cold.choices
     turn = [*prompt, *cold.choices[0][0], *prompt_of(30, seed=1)]
     followed = server.serve_all([message(turn, SEEDED, plan=plan(cache_format))])[0]
@@ -184,9 +184,11 @@ def test_choices_are_what_they_are_alone(
     asked = server.add(request)
     while not all(choice.num_demoted for choice in asked.sequences):
         server.engine.step()
-    capacity = asked.sequences[0].cache_rule.capacity  # type: ignore[union-attr]
-    num_shared = (200 - 36) // capacity
-    tables = [choice.demoted_table[:num_shared] for choice in asked.sequences]
+    rule = asked.cache_rule
+    assert rule is not None
+    num_shared = rule.split(200 - 36).low // rule.capacity
+    tables = [choice.low_table[:num_shared] for choice in asked.sequences]
+    assert num_shared > 0
     assert tables == [tables[0]] * 4
     assert {server.engine.pool.ref_count(block) for block in tables[0]} <= {4}
     server.engine.abort(asked.key)
@@ -202,7 +204,7 @@ def test_preemption_changes_nothing(tiny_parts: EngineParts, make: MakeScheduler
     """Sequences that lose their blocks in the middle are computed again to the same bits."""
     requests = [
         message(prompt_of(60, seed), replace(SEEDED, n=2), plan=plan(each, drafts=drafts))
-        for seed, (each, drafts) in enumerate([("k4v4", False), ("k8v4", True), ("k16v16", False)])
+        for seed, (each, drafts) in enumerate([("mixed", False), ("k8v4", True), ("k16v16", False)])
     ]
     roomy = Server(tiny_parts).serve_all(requests)
     tight = Server(tiny_parts, make, cache_bytes=blocks(tiny_parts, 26))
@@ -248,6 +250,9 @@ def test_what_is_reported_is_what_is_held(tiny_parts: EngineParts) -> None:
     assert usage == CacheUsage(tokens={"k16v16": 289 - 242, "k4v4": 242}, num_demoted_tokens=242)
     assert usage.reproducible
     assert last(serve(tiny_parts, message(prompt_of(50), GREEDY))).cache is None
+    mixed = last(serve(tiny_parts, message(prompt_of(150), GREEDY, plan=plan("mixed")))).cache
+    tokens = {"k16v16": 289 - 242, "k8v4": round(242 / 4), "k4v4": 242 - round(242 / 4)}
+    assert mixed == CacheUsage(tokens=tokens, num_demoted_tokens=242)
 
 
 @pytest.mark.parametrize(("cache_format", "times"), [("k4v4", 3.5), ("k8v4", 2.4), ("k8v8", 1.8)])
@@ -372,10 +377,14 @@ def test_estimates_are_what_is_freed(tiny_parts: EngineParts, seed: int) -> None
     random = Random(seed)
     server = Server(tiny_parts, (FirstComeScheduler, PromiseScheduler)[seed % 2], max_batched_tokens=96)
     server.serve(prompt_of(100), GREEDY)
-    for _ in range(4):
+    for cache_format in ("k4v4", "mixed", "k8v4", "mixed"):
         params = replace(GREEDY, n=random.choice((1, 2)), temperature=1.0)
         server.add(
-            message(prompt_of(random.choice((100, 180)), seed=random.randrange(2)), params, plan=pressed())
+            message(
+                prompt_of(random.choice((100, 180)), seed=random.randrange(2)),
+                params,
+                plan=pressed(cache_format),
+            )
         )
     demoter, pool = server.engine.scheduler._demoter, server.engine.pool  # type: ignore[attr-defined]
     num_freed = 0
@@ -428,7 +437,7 @@ def _random_request(random: Random) -> GenerateRequest:
     params = replace(SEEDED, n=random.choice((1, 1, 3)), max_tokens=random.choice((5, 80)))
     kind = plan(random.choice((*FORMATS, "k16v16")), drafts=random.random() < 0.5)
     if random.random() < 0.2:
-        return message(prompt, replace(params, seed=None), plan=pressed())
+        return message(prompt, replace(params, seed=None), plan=pressed(random.choice(("k4v4", "mixed"))))
     return message(prompt, params, plan=kind)
 
 
@@ -438,7 +447,7 @@ def _check_holders(server: Server) -> None:
     held: list[int] = [
         block
         for sequence in server.engine.scheduler.running
-        for block in (*sequence.block_table, *sequence.demoted_table)
+        for block in (*sequence.block_table, *sequence.low_table, *sequence.high_table)
     ]
     assert all(seq.status is SequenceStatus.RUNNING for seq in server.engine.scheduler.running)
     assert sorted(held) == _as_listed(pool.ref_count, pool.num_blocks)

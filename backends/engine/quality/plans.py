@@ -9,14 +9,10 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from surefoot.kernels.layout import FULL, INT4, INT8, K8V4, BlockLayout, CacheFormat
+from surefoot.kernels.layout import FULL, K8V4, BlockLayout, CacheFormat
 
+from ..cache_rule import PlanFormat, format_name
 from .branch import Branch
-
-BOUNDARY = 64
-"""Tokens between two demotions, as in the engine."""
-
-FORMAT_NAMES = {"k16v16": FULL, "k8v8": INT8, "k8v4": K8V4, "k4v4": INT4}
 
 
 class Choice(StrEnum):
@@ -41,6 +37,17 @@ class QualityPlan(Struct, frozen=True, kw_only=True):
     high: CacheFormat = K8V4
     share: float = 0.0
     choice: Choice = Choice.RECENCY
+
+    @classmethod
+    def served(cls, plan_format: PlanFormat, sinks: int, recent: int) -> QualityPlan:
+        """What the engine does."""
+        return cls(
+            low=plan_format.low,
+            high=plan_format.high,
+            share=plan_format.share,
+            sinks=sinks,
+            recent=recent,
+        )
 
     @property
     def name(self) -> str:
@@ -72,11 +79,6 @@ class QualityPlan(Struct, frozen=True, kw_only=True):
 
 
 FULL_PRECISION = QualityPlan(low=FULL)
-
-
-def format_name(cache_format: CacheFormat) -> str:
-    """As plans of tenants spell it."""
-    return f"k{cache_format.k_bits}v{cache_format.v_bits}"
 
 
 def num_blocks(plan: QualityPlan, layout: BlockLayout, length: int) -> int:
