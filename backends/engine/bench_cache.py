@@ -194,11 +194,11 @@ def _demand(job: Job, parts: EngineParts, cache_format: str) -> Demand:
         num_preemptions=engine.counters.num_preemptions,
         num_rows=engine.counters.num_rows - num_rows,
         tokens_per_s=num_tokens / seconds,
-        simulated_tokens_per_s=num_tokens / _simulated_s(job, engine.cache_space, cache_format),
+        simulated_tokens_per_s=num_tokens / simulated_s(job, engine.cache_space, cache_format),
     )
 
 
-def _simulated_s(job: Job, space: CacheSpace, cache_format: str) -> float:
+def simulated_s(job: Job, space: CacheSpace, cache_format: str) -> float:
     """The same requests on a GPU, after one that shows how long answers are."""
 
     class Scheduler(PromiseScheduler):
