@@ -13,7 +13,10 @@ from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.first_come import FirstComeScheduler
+from surefoot.backends.engine.loss_text import default_documents
 from surefoot.backends.engine.promise_scheduler import PromiseScheduler
+from surefoot.backends.engine.quality.recall import make_haystack
+from surefoot.backends.engine.quality.texts import cut_windows
 from surefoot.backends.engine.scheduler import MakeScheduler
 from surefoot.backends.engine.scheduler_load import formats_of
 from surefoot.backends.engine.sequence import SequenceStatus
@@ -129,6 +132,40 @@ def test_drafts_change_nothing_after_a_long_prompt(
     )
     assert drafted.choices == alone.choices
     assert last(drafted).speculation is not None
+
+
+@pytest.mark.timeout(300)
+def test_drafts_change_nothing_about_an_early_fact(parts: EngineParts) -> None:
+    """The real model finds what 4,000 tokens of text told it early, and drafts change no token of the answer:
+    under a format it says with them what it says without.
+    """
+    tokenizer = parts.loaded.tokenizer
+    text = cut_windows(tokenizer, default_documents(), 2, 4000)[0]
+    haystack = make_haystack(tokenizer, text, ["retrieval"], seed=1)
+    question = haystack.questions[1]
+    server = Server(parts)
+    draft_always(server)
+    params = replace(GREEDY, max_tokens=70)
+    for cache_format in ("k8v4", "mixed", "k4v4"):
+        # The first one computes the prompt; the others find it in the cache.
+        alone, drafted = (
+            server.serve_all(
+                [
+                    message(
+                        [*haystack.token_ids, *question.question_ids],
+                        params,
+                        plan=plan(cache_format, drafts=drafts, recent=64),
+                    )
+                ]
+            )[0]
+            for drafts in (False, True)
+        )
+        assert drafted.choices == alone.choices
+        usage = last(drafted).speculation
+        assert usage is not None
+        assert usage.num_accepted_tokens > 0
+        answer = tuple(alone.choices[0][0][: len(question.answer_ids)])
+        assert cache_format == "k4v4" or answer == question.answer_ids
 
 
 def test_a_format_changes_what_is_computed(tiny_parts: EngineParts) -> None:
