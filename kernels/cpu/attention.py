@@ -164,7 +164,7 @@ class Ahead(NamedTuple):
     table: int  # address of their int32 ids
     base: int  # address of their head's part of cached block 0
     block_bytes: int
-    count: int
+    num_blocks: int
 
 
 @compiled
@@ -172,7 +172,7 @@ def _prefetch_ahead(ahead: Ahead, index: int, column: int) -> None:
     """Ask for keys while values are read, or memory would be idle: a pair of V's columns has its own 16 lines
     of a block.
     """
-    if index < ahead.count:
+    if index < ahead.num_blocks:
         begin = ahead.base + read_i32(ahead.table + 4 * index) * ahead.block_bytes + 32 * column
         for line in range(0, 16 * 64, 64):
             prefetch(begin + line)
