@@ -60,7 +60,7 @@ class Job:
     prompt_tokens: Annotated[int, Parameter(help="Of each of them")] = 768
     output_tokens: Annotated[int, Parameter(help="Of each of them")] = 256
     contexts: Annotated[tuple[int, ...], Parameter(help="Where decoding is timed")] = (2048, 7900)
-    rounds: Annotated[int, Parameter(help="How often decoding is timed there, by turns")] = 5
+    rounds: Annotated[int, Parameter(help="How often decoding is timed there, by turns")] = 8
     output: Annotated[Path | None, Parameter(help="Result as JSON")] = None
 
 
