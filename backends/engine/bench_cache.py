@@ -34,7 +34,7 @@ from .engine import Engine
 from .promise_scheduler import PromiseScheduler
 from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
-from .simulator import Machine, blocks_of, simulate
+from .simulator import Machine, SimulationResult, blocks_of, simulate
 from .speculation.bench_engine import load_bench_parts, make_bench_engine, say
 from .trace import TraceRequest
 
@@ -42,6 +42,7 @@ MIN_TIMES_RESIDENT, MIN_TIMES_THROUGHPUT, MIN_TIMES_DECODE = 2.5, 1.1, 1.0
 MIN_TIMES_ON_A_GPU = 1.8
 
 MAX_SEQUENCES = 64
+BEGIN_S = 60.0
 GPU = StepCost(fixed_s=0.01, row_s=3e-5, further_row_s=3e-5, sequence_s=2e-5, context_s=4e-8)
 """Of a model of some billions of parameters; assumed, not measured."""
 
@@ -194,12 +195,13 @@ def _demand(job: Job, parts: EngineParts, cache_format: str) -> Demand:
         num_preemptions=engine.counters.num_preemptions,
         num_rows=engine.counters.num_rows - num_rows,
         tokens_per_s=num_tokens / seconds,
-        simulated_tokens_per_s=num_tokens / simulated_s(job, engine.cache_space, cache_format),
+        simulated_tokens_per_s=num_tokens
+        / (simulated(job, engine.cache_space, cache_format).end_s - BEGIN_S),
     )
 
 
-def simulated_s(job: Job, space: CacheSpace, cache_format: str) -> float:
-    """The same requests on a GPU, after one that shows how long answers are."""
+def simulated(job: Job, space: CacheSpace, cache_format: str, cost: StepCost = GPU) -> SimulationResult:
+    """The same requests in virtual time: they come at `BEGIN_S`, after one that shows how long answers are."""
 
     class Scheduler(PromiseScheduler):
         """Knows what a request demotes."""
@@ -212,10 +214,9 @@ def simulated_s(job: Job, space: CacheSpace, cache_format: str) -> float:
         return TraceRequest(arrival_s=arrival_s, prompt_tokens=num_prompt, output_tokens=job.output_tokens)
 
     settings = EngineSettings(cache_bytes=space.num_blocks * space.block_bytes, max_sequences=MAX_SEQUENCES)
-    machine = Machine(settings=settings, num_blocks=space.num_blocks, cost=GPU)
-    begin_s = 60.0
-    trace = [traced(0.0, BOUNDARY_TOKENS), *[traced(begin_s, job.prompt_tokens)] * job.requests]
-    return simulate(trace, machine, make_scheduler=Scheduler, promises={}).end_s - begin_s
+    machine = Machine(settings=settings, num_blocks=space.num_blocks, cost=cost)
+    trace = [traced(0.0, BOUNDARY_TOKENS), *[traced(BEGIN_S, job.prompt_tokens)] * job.requests]
+    return simulate(trace, machine, make_scheduler=Scheduler, promises={})
 
 
 def _decode(job: Job, parts: EngineParts, formats: Sequence[str], context: int) -> list[Decoding]:

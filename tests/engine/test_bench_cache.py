@@ -6,28 +6,45 @@ import pytest
 import torch
 
 from surefoot.backends.engine.bench_cache import (
+    BEGIN_S,
     MIN_TIMES_ON_A_GPU,
     CacheResult,
     Decoding,
     Demand,
     Job,
     rows_of,
-    simulated_s,
+    simulated,
 )
-from surefoot.backends.engine.cache_rule import CacheSpace
+from surefoot.backends.engine.cache_rule import PLAN_FORMATS, CacheSpace
+from surefoot.backends.engine.cost_model import StepCost
 from surefoot.kernels.layout import BlockLayout
 
 LAYOUT = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
 
 
+def space_for(num_requests: int) -> CacheSpace:
+    """What the benchmark gives so many of its requests."""
+    num_blocks = round(64 * num_requests / 2.5)
+    return CacheSpace(layout=LAYOUT, num_layers=1, num_blocks=num_blocks, max_context=8192)
+
+
+@pytest.mark.parametrize("num_requests", [16, 20, 24, 32])
+@pytest.mark.parametrize("cache_format", PLAN_FORMATS)
+def test_nobody_starts_to_be_preempted(cache_format: str, num_requests: int) -> None:
+    """Where answers are as long as expected, no start takes blocks that others will need before they end,
+    though all of them come to their boundaries at nearly the same time.
+    """
+    cost = StepCost(fixed_s=0.006, row_s=0.0012, further_row_s=0.0012, sequence_s=0.0005, context_s=1e-7)
+    result = simulated(Job(requests=num_requests), space_for(num_requests), cache_format, cost)
+    assert all(outcome.refusal is None for outcome in result.outcomes)
+    assert sum(outcome.num_preemptions for outcome in result.outcomes) == 0
+
+
 @pytest.mark.parametrize("num_requests", [16, 24])
 def test_four_bits_serve_a_demand_of_two_and_a_half_caches_sooner(num_requests: int) -> None:
     """With a GPU's step costs, in which more at once take hardly longer, by the bar that was set."""
-    space = CacheSpace(
-        layout=LAYOUT, num_layers=1, num_blocks=round(64 * num_requests / 2.5), max_context=8192
-    )
-    job = Job(requests=num_requests)
-    full, eight, four = (simulated_s(job, space, name) for name in ("k16v16", "k8v4", "k4v4"))
+    job, space = Job(requests=num_requests), space_for(num_requests)
+    full, eight, four = (simulated(job, space, name).end_s - BEGIN_S for name in ("k16v16", "k8v4", "k4v4"))
     assert full >= MIN_TIMES_ON_A_GPU * four
     assert full > eight > four
 
