@@ -177,17 +177,10 @@ def _demand(job: Job, parts: EngineParts, cache_format: str) -> Demand:
     _run(engine)
     for key in range(job.requests):
         _add(engine, parts, key, job.prompt_tokens, job.output_tokens, cache_format)
-    running: list[int] = []
     num_rows, begun_s = engine.counters.num_rows, time.perf_counter()
-    while engine.has_work:
-        num_steps = engine.counters.num_steps
-        _step(engine)
-        now = engine.scheduler.running
-        # A step may also wait for company.
-        has_run = engine.counters.num_steps > num_steps
-        if has_run and 2 * len(engine.keys) > job.requests and (running or all(s.is_decoding for s in now)):
-            running.append(len(now))
+    running = _run_full(engine, job.requests)
     seconds, num_tokens = time.perf_counter() - begun_s, job.requests * job.output_tokens
+    simulated_s = simulated(job, engine.cache_space, cache_format).end_s - BEGIN_S
     return Demand(
         format=cache_format,
         mean_running=sum(running) / len(running),
@@ -195,13 +188,26 @@ def _demand(job: Job, parts: EngineParts, cache_format: str) -> Demand:
         num_preemptions=engine.counters.num_preemptions,
         num_rows=engine.counters.num_rows - num_rows,
         tokens_per_s=num_tokens / seconds,
-        simulated_tokens_per_s=num_tokens
-        / (simulated(job, engine.cache_space, cache_format).end_s - BEGIN_S),
+        simulated_tokens_per_s=num_tokens / simulated_s,
     )
 
 
+def _run_full(engine: Engine, num_requests: int) -> list[int]:
+    """Serve them all; how many ran in each step in which the cache was full, as `Demand` has it."""
+    running: list[int] = []
+    while engine.has_work:
+        num_steps = engine.counters.num_steps
+        _step(engine)
+        now = engine.scheduler.running
+        # A step may also wait for company.
+        has_run = engine.counters.num_steps > num_steps
+        if has_run and 2 * len(engine.keys) > num_requests and (running or all(s.is_decoding for s in now)):
+            running.append(len(now))
+    return running
+
+
 def simulated(job: Job, space: CacheSpace, cache_format: str, cost: StepCost = GPU) -> SimulationResult:
-    """The same requests in virtual time: they come at `BEGIN_S`, after one that shows how long answers are."""
+    """The same in virtual time; requests come at `BEGIN_S`, after one that shows how long answers are."""
 
     class Scheduler(PromiseScheduler):
         """Knows what a request demotes."""
