@@ -73,7 +73,7 @@ class QualitySettings(Struct, frozen=True, kw_only=True):
     def plans(self) -> list[QualityPlan]:
         """Without the window that drops."""
         return [
-            QualityPlan.served(PLAN_FORMATS[name], self.sinks, recent)
+            QualityPlan.served(name, self.sinks, recent)
             for name, recent in product(self.formats, self.recent)
         ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surefoot.kernels.layout import FULL, K8V4, BlockLayout, CacheFormat
 
-from ..cache_rule import PlanFormat, format_name
+from ..cache_rule import PLAN_FORMATS, format_name
 from .branch import Branch
 
 
@@ -37,24 +37,21 @@ class QualityPlan(Struct, frozen=True, kw_only=True):
     high: CacheFormat = K8V4
     share: float = 0.0
     choice: Choice = Choice.RECENCY
+    label: str | None = None
+    """What tables call its formats, None for what they are."""
 
     @classmethod
-    def served(cls, plan_format: PlanFormat, sinks: int, recent: int) -> QualityPlan:
-        """What the engine does."""
-        return cls(
-            low=plan_format.low,
-            high=plan_format.high,
-            share=plan_format.share,
-            sinks=sinks,
-            recent=recent,
-        )
+    def served(cls, name: str, sinks: int, recent: int) -> QualityPlan:
+        """What the engine does under a plan whose format has this name."""
+        own = PLAN_FORMATS[name]
+        return cls(low=own.low, high=own.high, share=own.share, sinks=sinks, recent=recent, label=name)
 
     @property
     def name(self) -> str:
         """For tables."""
         low = "drop" if self.low is None else format_name(self.low)
-        if not self.share:
-            return f"{low}, recent {self.recent}"
+        if self.label or not self.share:
+            return f"{self.label or low}, recent {self.recent}"
         return f"{self.share:.1%} {format_name(self.high)} by {self.choice}, rest {low}, recent {self.recent}"
 
     def targets(self, branch: Branch, scores: Tensor) -> dict[int, CacheFormat | None]:

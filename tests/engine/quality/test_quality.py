@@ -150,7 +150,7 @@ def test_the_share_holds_at_every_boundary() -> None:
 @pytest.mark.parametrize("name", PLAN_FORMATS)
 def test_what_is_measured_is_what_is_served(name: str) -> None:
     """At every boundary as many tokens have each format as in the engine."""
-    store, plan = _store(), QualityPlan.served(PLAN_FORMATS[name], sinks=4, recent=8)
+    store, plan = _store(), QualityPlan.served(name, sinks=4, recent=8)
     space = CacheSpace(layout=LAYOUT, num_layers=2, num_blocks=64, max_context=512)
     rule = space.rule(CachePlan(format=name, sinks=4, recent=8), 70)
     with Branch(store) as branch:
@@ -313,7 +313,7 @@ def test_the_command(cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         "--tasks",
         "retrieval",
         "--formats",
-        "k4v4",
+        "mixed",
         "--output",
         str(tmp_path / "report"),
         "--threads",
@@ -324,13 +324,13 @@ def test_the_command(cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Text 2 of 2" in printed.err
     folder = tmp_path / "report"
     report = msgspec.json.decode((folder / "quality.json").read_bytes(), type=QualityReport)
-    assert report.plans[0].name == "k4v4, recent 64"
+    assert report.plans[0].name == "mixed, recent 64"
     assert report.plans[1].name.startswith("drop, recent ")
     assert {task.task for task in report.plans[0].tasks} == {"retrieval"}
     assert printed.out == report_text(report)
     assert (folder / "quality.md").read_text().startswith(printed.out)
     names = [element.text for element in ElementTree.fromstring(report_plot(report)).iter() if element.text]
-    assert {"1  k4v4, recent 64", f"2  {report.plans[1].name}"} <= set(names)
+    assert {"1  mixed, recent 64", f"2  {report.plans[1].name}"} <= set(names)
     assert (folder / "quality.svg").read_text() == report_plot(report)
 
 
