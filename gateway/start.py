@@ -170,7 +170,7 @@ def load_tenants(
 ) -> tuple[Tenants, TenantWatch | None]:
     """The tenants of the settings' folder, and what keeps them up to date. Raises `TenantFileError`."""
     if settings.tenants is None:
-        return Tenants(local=local_tenant(settings.local_max_draft)), None
+        return Tenants(local=local_tenant(settings.local_max_draft, settings.local_cache_format)), None
     folder = TenantFolder(settings.tenants, policies, classes)
     tenants = Tenants(folder.load().tenants, keys_required=True)
     return tenants, TenantWatch(folder, tenants, settings.tenants_reload_s)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from litestar import Litestar
 from litestar.testing import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
@@ -17,7 +18,7 @@ from surefoot.backends.types import CachePlan, CacheUsage, FormatStats
 from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.app import create_app
 from surefoot.gateway.cli import run
-from surefoot.gateway.tenants import Tenant, Tenants, hash_key
+from surefoot.gateway.tenants import LOCAL_TENANT, Tenant, Tenants, hash_key, local_tenant
 from surefoot.policies.bounds import CacheBounds, Protection
 from surefoot.policies.registry import load_policies, serving_policy
 
@@ -222,6 +223,28 @@ def test_operators_see_formats(http: TestClient, backend: FakeBackend) -> None:
         BLOCK_BYTES,
         {"k8v4": 117},
     )
+
+
+def test_formats_without_tenant_files(backend: FakeBackend) -> None:
+    """`local_cache_format` is the local tenant's plan, beside drafts or alone, and requests may ask for more
+    bits; by itself it is full precision, with nothing to ask for.
+    """
+    more_bits = {"cache": {"format": "k8v8"}}
+    for max_draft, plans in ((0, ("k8v4", "k8v8")), (3, ("k8v4+draft3", "k8v8+draft3"))):
+        with TestClient(local_app(backend, local_tenant(max_draft, "k8v4"))) as client:
+            assert client.get("/health/ready").status_code == 200
+            answers = [client.post(CHAT, json=BODY | fields) for fields in ({}, more_bits)]
+        assert tuple(each.headers["x-surefoot-plan"] for each in answers) == plans
+    assert local_tenant(0) == LOCAL_TENANT
+    with TestClient(local_app(backend, local_tenant(0))) as client:
+        assert client.get("/health/ready").status_code == 200
+        assert client.post(CHAT, json=BODY).headers["x-surefoot-plan"] == "baseline"
+        assert client.post(CHAT, json=BODY | more_bits).status_code == 400
+
+
+def local_app(backend: FakeBackend, local: Tenant) -> Litestar:
+    """A server without tenant files."""
+    return create_app([backend], Tenants(local=local), serving_policy(load_policies([])))
 
 
 def test_operators_see_a_tenants_plan() -> None:
