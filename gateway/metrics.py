@@ -26,7 +26,7 @@ from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
 
 from .buckets import LAG_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
-from .cache_metrics import CacheCollector
+from .cache_metrics import CacheCollector, EndedCacheMetrics
 from .promise_metrics import PromiseMetrics
 from .record import RequestRecord
 from .speculation_metrics import SpeculationCollector
@@ -109,6 +109,7 @@ class Metrics:
             registry=registry,
         )
         self._promises = PromiseMetrics(registry)
+        self._ended_cache = EndedCacheMetrics(registry)
         self._requests = Counter(
             "surefoot_requests", "HTTP requests.", ("tenant", "route", "method", "status"), registry=registry
         )
@@ -136,6 +137,7 @@ class Metrics:
         labels = (record.tenant_id or "", record.route or "unknown", record.method if known else "unknown")
         self._requests.labels(*labels, str(record.status)).inc()
         self._promises.observe(record)
+        self._ended_cache.observe(record)
         if record.model is None or not record.started:
             return
         for reason in record.end_reasons:
