@@ -122,6 +122,13 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
             "For benchmarks: accept drafts at these rates by position, e.g. 0.8,0.6; answers are nonsense",
         ),
     ] = None
+    scheduler: Annotated[
+        Literal["promise", "first-come"],
+        Setting(
+            one_of("promise", "first-come"),
+            "Who runs next: by class and target, or first come, first served (to compare)",
+        ),
+    ] = "promise"
     max_sequences: Annotated[int, Setting(whole(1), "Sequences that run at once")] = 64
     max_batched_tokens: Annotated[
         int,

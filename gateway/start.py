@@ -48,6 +48,7 @@ SHARED_WITH_ENGINE = (
     "max_sequences",
     "max_waiting",
     "max_waiting_s",
+    "scheduler",
     "synthetic_acceptance",
     "threads",
     "watchdog_s",
