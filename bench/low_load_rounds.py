@@ -41,10 +41,10 @@ class LowLoadJob:
 
     model: Annotated[Path | None, Parameter(help="GGUF file [the installed default model]")] = None
     threads: Annotated[int, Parameter(help="CPU threads of each server")] = 2
-    rounds: Annotated[int, Parameter(help="Rounds of each in turn")] = 4
+    rounds: Annotated[int, Parameter(help="Rounds of each in turn")] = 3
     requests: Annotated[int, Parameter(help="Requests of each in a round, of all classes together")] = 24
     load: Annotated[float, Parameter(help="Share of time that a server works")] = 0.2
-    prompt_tokens: Annotated[int, Parameter(help="Length of prompts")] = 128
+    prompt_tokens: Annotated[int, Parameter(help="Length of prompts")] = 256
     output_tokens: Annotated[int, Parameter(help="Length of answers")] = 16
     seed: Annotated[int, Parameter(help="Of prompts and arrivals")] = 0
     cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
