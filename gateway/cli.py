@@ -165,6 +165,7 @@ SIMULATE_SETTINGS = (
     "weights",
     "threads",
     "scheduler",
+    "prefix_cache",
     "max_sequences",
     "max_batched_tokens",
     "max_waiting",

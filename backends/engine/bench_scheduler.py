@@ -72,7 +72,7 @@ class Case(Struct, frozen=True):
 CASES = (
     Case("first come", FirstComeScheduler),
     Case("promises, no target", PromiseScheduler),
-    Case("promises, a target of each", PromiseScheduler, 2.0),
+    Case("promises, a target of each", PromiseScheduler, 4.0),
 )
 
 
@@ -151,10 +151,7 @@ def _measure(job: Job, parts: EngineParts, case: Case, step_s: float) -> Measure
     target_s = None if case.target_steps is None else case.target_steps * step_s
     for key in range(job.running):
         _add(job, engine, key, target_s)
-    while len(engine.scheduler.running) < job.running or not all(
-        sequence.is_decoding for sequence in engine.scheduler.running
-    ):
-        engine.step()
+    _start_all(engine, job.running)
     for key in range(job.running, job.running + job.waiting):
         _add(job, engine, key, None)
     taken_s.clear()
@@ -167,6 +164,15 @@ def _measure(job: Job, parts: EngineParts, case: Case, step_s: float) -> Measure
         step_s=steps_s,
         publish_s=median(_seconds(lambda: _publish(engine, job)) for _ in range(20)),
     )
+
+
+def _start_all(engine: Engine, num_running: int) -> None:
+    """Step until all decode together."""
+    running = engine.scheduler.running
+    while len(running) < num_running or not all(sequence.is_decoding for sequence in running):
+        engine.step()
+        if len(running) + len(engine.scheduler.waiting) < num_running:
+            raise SystemExit(f"some of {num_running} sequences ended before the last one had started")
 
 
 def timed(make: MakeScheduler, taken_s: list[float]) -> MakeScheduler:

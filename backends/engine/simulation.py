@@ -68,6 +68,7 @@ def simulate_machine(
             max_waiting=options.max_waiting,
             max_waiting_s=options.max_waiting_s,
             headroom=options.headroom,
+            prefix_cache=options.prefix_cache,
         ),
         num_blocks=what.cache_blocks or known.num_blocks,
         cost=known.cost.faster(what.speed),

@@ -170,6 +170,25 @@ def test_a_faster_machine_promises_more() -> None:
     assert goodput(run(rates, machine=fast, duration_s=60).outcomes) == 1.0
 
 
+def test_a_prompt_group_is_computed_once() -> None:
+    """Requests of a group and flow find what the first has computed, as they would in the server's prefix
+    cache; others, those of another flow, and a server with the cache off compute it all.
+    """
+    trace = [
+        TraceRequest(
+            arrival_s=10.0 * number, prompt_tokens=400, output_tokens=4, flow=flow, prompt_group=group
+        )
+        for number, (flow, group) in enumerate([("a", 7), ("a", 7), ("b", 7), ("a", 8), ("a", None)])
+    ]
+    outcomes = simulate(trace, MACHINE, promises=PROMISES).outcomes
+    cold, again, *others = [outcome.timings.ttft_s or 0.0 for outcome in outcomes if outcome.timings]
+    assert again < cold / 5
+    assert others == pytest.approx([cold] * 3)
+    off = msgspec.structs.replace(MACHINE.settings, prefix_cache=False)
+    result = simulate(trace, msgspec.structs.replace(MACHINE, settings=off), promises=PROMISES)
+    assert result.num_rows == len(trace) * (400 + 3)
+
+
 def test_a_report_counts_by_class() -> None:
     """Classes come by priority, refused requests count against goodput, and the text has a line for each."""
     trace = [
