@@ -97,6 +97,11 @@ class Ops(Protocol):
     head_dims: range
     """The head dimensions that attention can take."""
 
+    row_tile: int
+    """Rows that share one reading of a linear layer's weights: one more costs more than the others did. 0
+    where no such number is known.
+    """
+
     def prepare_linear(self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None) -> Any:
         """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at
         load.

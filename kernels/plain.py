@@ -19,6 +19,8 @@ class Matrix(Protocol):
 class PlainOps:
     """Lookups, checks and copies; nothing is recorded."""
 
+    row_tile = 0
+
     def embed(self, numbers: Tensor, weight: Matrix) -> Tensor:
         """Widened, if the weight is in 16 bits."""
         return weight.weight.index_select(0, numbers).float()

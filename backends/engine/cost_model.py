@@ -1,7 +1,8 @@
 """What a step costs: a small linear model, fitted at warm-up and kept true by every step since.
 
 The features of a step are what its time is made of: a fixed part, its rows (cheap while weights are waited
-for, dearer beyond a knee), its sequences (sampling, logits, Python) and the tokens that its rows attend to.
+for, dearer beyond a knee), tiles of rows beyond the first (each reads the weights again), its sequences
+(sampling, logits, Python) and the tokens that its rows attend to.
 No coefficient is below 0, so that more work is never predicted to take less time.
 """
 
@@ -55,13 +56,23 @@ class StepSample(Struct, frozen=True):
 
 
 class StepCost(Struct, frozen=True, kw_only=True):
-    """Seconds per thing. The default is a small model on two CPU cores, for when nothing was measured."""
+    """Seconds per thing. The default is a small model on two CPU cores, for when nothing was measured.
+
+    A tile has `tile_rows` rows; 0 where rows are not known to come in tiles.
+    """
 
     fixed_s: float = 0.01
     row_s: float = 0.001
     further_row_s: float = 0.001
     sequence_s: float = 0.0
     context_s: float = 2e-6
+    tile_s: float = 0.0
+    tile_rows: int = 0
+
+    @classmethod
+    def guess(cls, tile_rows: int) -> StepCost:
+        """The default for an op set's `row_tile`: unpacking weights takes as long as a row and a half."""
+        return cls(row_s=0.0008, tile_s=0.0012, tile_rows=tile_rows) if tile_rows else cls()
 
     def predict(self, num_rows: int, num_sequences: int, num_context_tokens: int) -> float:
         """Seconds of a step; see `StepShape`."""
@@ -74,27 +85,36 @@ class StepCost(Struct, frozen=True, kw_only=True):
             )
             + self.sequence_s * num_sequences
             + self.context_s * num_context_tokens
+            + self.tile_s * _further_tiles(num_rows, self.tile_rows)
         )
 
     def faster(self, speed: float) -> StepCost:
         """The cost on a machine that is `speed` times as fast in everything."""
-        return StepCost.of(value / speed for value in self.coefficients)
+        return self.with_coefficients(value / speed for value in self.coefficients)
 
     @property
     def coefficients(self) -> Vector:
         """In the order of the features."""
-        return [self.fixed_s, self.row_s, self.further_row_s, self.sequence_s, self.context_s]
+        return [
+            self.fixed_s,
+            self.row_s,
+            self.further_row_s,
+            self.sequence_s,
+            self.context_s,
+            self.tile_s,
+        ]
 
-    @classmethod
-    def of(cls, coefficients: Iterable[float]) -> StepCost:
-        """From `coefficients`."""
-        fixed_s, row_s, further_row_s, sequence_s, context_s = coefficients
-        return cls(
+    def with_coefficients(self, coefficients: Iterable[float]) -> StepCost:
+        """Others in place of these."""
+        fixed_s, row_s, further_row_s, sequence_s, context_s, tile_s = coefficients
+        return StepCost(
             fixed_s=fixed_s,
             row_s=row_s,
             further_row_s=further_row_s,
             sequence_s=sequence_s,
             context_s=context_s,
+            tile_s=tile_s,
+            tile_rows=self.tile_rows,
         )
 
 
@@ -141,35 +161,39 @@ class CostModel:
         clip = max(CLIP_SPREADS * self.spread, MIN_CLIP)
         error = min(max(seconds / predicted - 1, -clip), clip)
         self.spread = SPREAD_DECAY * self.spread + (1 - SPREAD_DECAY) * abs(error)
-        features = [value / predicted for value in _features(num_rows, num_sequences, num_context_tokens)]
+        numbers = num_rows, num_sequences, num_context_tokens
+        features = [value / predicted for value in _features(*numbers, self.cost.tile_rows)]
         kept = _product(self._prior, self.cost.coefficients)
         for i, value in enumerate(features):
             row, prior = self._moments[i], self._prior[i]
             for j, other in enumerate(features):
                 row[j] = DECAY * row[j] + value * other + (1 - DECAY) * prior[j]
             self._targets[i] = DECAY * self._targets[i] + value * (1 + error) + (1 - DECAY) * kept[i]
-        self.cost = StepCost.of(_solve(self._moments, self._targets, self.cost.coefficients, REFRESH_SWEEPS))
+        self.cost = self.cost.with_coefficients(
+            _solve(self._moments, self._targets, self.cost.coefficients, REFRESH_SWEEPS)
+        )
 
 
-def fit(samples: Iterable[StepSample]) -> StepCost:
+def fit(samples: Iterable[StepSample], default: StepCost | None = None) -> StepCost:
     """The cost that explains the samples best, by relative error; the default one without samples.
 
     What they say nothing about keeps a trace of the default's proportions.
     """
+    default = default or StepCost()
     known = [sample for sample in samples if sample.seconds > 0]
     if not known:
-        return StepCost()
-    default = StepCost()
+        return default
     ratios = sorted(sample.seconds / default.predict(*_numbers(sample.shape)) for sample in known)
     start = default.faster(1 / ratios[len(ratios) // 2])
-    moments, targets = _normal_equations((sample.shape, sample.seconds) for sample in known)
+    seen = ((sample.shape, sample.seconds) for sample in known)
+    moments, targets = _normal_equations(seen, default.tile_rows)
     # A hundredth of an observation towards the default's proportions: it decides only what nothing else does.
     prior, pull = _typical(start)
     for i, row in enumerate(moments):
         targets[i] += 0.01 * pull[i]
         for j in range(len(row)):
             row[j] += 0.01 * prior[i][j]
-    return StepCost.of(_solve(moments, targets, start.coefficients, FIT_SWEEPS))
+    return start.with_coefficients(_solve(moments, targets, start.coefficients, FIT_SWEEPS))
 
 
 def context_tokens(num_tokens: int, num_committed: int) -> int:
@@ -181,17 +205,21 @@ def _numbers(shape: StepShape) -> tuple[int, int, int]:
     return shape.num_rows, shape.num_sequences, shape.num_context_tokens
 
 
-def _features(num_rows: int, num_sequences: int, num_context_tokens: int) -> Vector:
-    few = min(num_rows, KNEE_ROWS)
-    return [1.0, few, num_rows - few, num_sequences, num_context_tokens]
+def _further_tiles(num_rows: int, tile_rows: int) -> int:
+    return (num_rows - 1) // tile_rows if num_rows and tile_rows else 0
 
 
-def _normal_equations(samples: Iterable[tuple[StepShape, float]]) -> tuple[Matrix, Vector]:
+def _features(num_rows: int, num_sequences: int, num_context_tokens: int, tile_rows: int) -> Vector:
+    few, tiles = min(num_rows, KNEE_ROWS), _further_tiles(num_rows, tile_rows)
+    return [1.0, few, num_rows - few, num_sequences, num_context_tokens, tiles]
+
+
+def _normal_equations(samples: Iterable[tuple[StepShape, float]], tile_rows: int) -> tuple[Matrix, Vector]:
     """Of relative errors: each row of features is divided by the seconds that it explains."""
-    size = len(_features(0, 0, 0))
+    size = len(_features(0, 0, 0, 0))
     moments, targets = [[0.0] * size for _ in range(size)], [0.0] * size
     for shape, seconds in samples:
-        features = [value / seconds for value in _features(*_numbers(shape))]
+        features = [value / seconds for value in _features(*_numbers(shape), tile_rows)]
         for i, value in enumerate(features):
             targets[i] += value
             for j, other in enumerate(features):
@@ -201,7 +229,8 @@ def _normal_equations(samples: Iterable[tuple[StepShape, float]]) -> tuple[Matri
 
 def _typical(cost: StepCost) -> tuple[Matrix, Vector]:
     """As if every typical shape had been seen once, and cost what `cost` says."""
-    return _normal_equations((shape, cost.predict(*_numbers(shape))) for shape in TYPICAL_SHAPES)
+    typical = ((shape, cost.predict(*_numbers(shape))) for shape in TYPICAL_SHAPES)
+    return _normal_equations(typical, cost.tile_rows)
 
 
 def _product(matrix: Matrix, vector: Vector) -> Vector:

@@ -27,7 +27,7 @@ from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 from .block_pool import BlockPool
 from .cache_rule import CacheSpace, format_name
 from .choice_stream import ChoiceStream, joined
-from .cost_model import CostModel, StepSample, StepShape, fit
+from .cost_model import CostModel, StepCost, StepSample, StepShape, fit
 from .demotion import Move
 from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
@@ -121,7 +121,7 @@ class Engine:
             (loaded.fingerprint, str(cache_dtype), repr(FULL)),
             between_requests=settings.prefix_cache,
         )
-        self.costs = CostModel()
+        self.costs = CostModel(StepCost.guess(ops.row_tile))
         """What steps cost on this machine; fitted by `warm_up`."""
         self._settings = settings
         self._make_scheduler = make_scheduler
@@ -153,7 +153,8 @@ class Engine:
     def warm_up(self) -> None:
         """Run steps of several shapes: first-time costs are met, and what steps cost is known."""
         counted, self.counters = self.counters, EngineCounters()
-        self.costs.refit(fit(run_shapes(self._run_shape, self._clock)))
+        samples = run_shapes(self._run_shape, self._clock)
+        self.costs.refit(fit(samples, StepCost.guess(self.costs.cost.tile_rows)))
         self.counters = counted
         if self.speculator.draft_model is not None:
             self.speculator.draft_model.warm_up()

@@ -34,6 +34,13 @@ def next_token_due_s(sequence: Sequence) -> float:
     return sequence.pace.since_s + target_s * (sequence.num_output_tokens - sequence.pace.num_tokens + 1)
 
 
+def num_tokens_late(sequence: Sequence, at_s: float) -> int:
+    """Tokens that a decoding sequence's TPOT target asks for by then, beside the next one."""
+    target_s = sequence.request.message.tpot_target_s
+    late_s = at_s - next_token_due_s(sequence)
+    return 0 if target_s is None or late_s <= 0 else int(late_s / target_s)
+
+
 def slack_s(sequence: Sequence, now_s: float) -> float | None:
     """Until the next promise is broken (below 0: is broken), None if nothing was promised."""
     due_s = first_token_due_s(sequence) if sequence.num_output_tokens == 0 else next_token_due_s(sequence)

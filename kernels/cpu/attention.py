@@ -158,6 +158,26 @@ class Blocks(NamedTuple):
     packed_bytes: int
 
 
+class Ahead(NamedTuple):
+    """Cached blocks that a thread reads after those it is at."""
+
+    table: int  # address of their int32 ids
+    base: int  # address of their head's part of cached block 0
+    block_bytes: int
+    num_blocks: int
+
+
+@compiled
+def _prefetch_ahead(ahead: Ahead, index: int, column: int) -> None:
+    """Ask for keys while values are read, or memory would be idle: a pair of V's columns has its own 16 lines
+    of a block.
+    """
+    if index < ahead.num_blocks:
+        begin = ahead.base + read_i32(ahead.table + 4 * index) * ahead.block_bytes + 32 * column
+        for line in range(0, 16 * 64, 64):
+            prefetch(begin + line)
+
+
 @compiled
 def _block(blocks: Blocks, index: int) -> int:
     if index < blocks.num_cached:
@@ -196,6 +216,7 @@ def _attend_tile(
     blocks: Blocks,
     queries: Queries,
     states: States,
+    ahead: Ahead,
     first: int,
     partition: int,
     fresh: bool,
@@ -237,6 +258,8 @@ def _attend_tile(
             kind, width = _kind(blocks, front + j), _element_bytes(blocks, front + j)
             values = _block(blocks, front + j) + (16 * head_dim + column) * width
             row_bytes, seen = head_dim * width, min(16, tokens - 16 * j)
+            if cold:
+                _prefetch_ahead(ahead, j, pair)
             left = _weighted(left, kind, scores + 64 * j, values, row_bytes, seen)
             right = _weighted(right, kind, scores + 64 * j, values + 16 * width, row_bytes, seen)
         store_rows(left, part, 128)
@@ -253,6 +276,7 @@ def _attend_vectors(
     blocks: Blocks,
     queries: Queries,
     states: States,
+    ahead: Ahead,
     first: int,
     end: int,
     partition: int,
@@ -262,16 +286,16 @@ def _attend_vectors(
     """One partition for vectors `first` to `end`, in tiles."""
     start, tallest = first, attention_tile()
     while first + len(tallest) <= end:
-        _attend_tile(tallest, blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(tallest, blocks, queries, states, ahead, first, partition, fresh, first == start, scale)
         first += len(tallest)
     while first + 3 <= end:
-        _attend_tile(zeros(3), blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(zeros(3), blocks, queries, states, ahead, first, partition, fresh, first == start, scale)
         first += 3
     if first + 2 <= end:
-        _attend_tile(zeros(2), blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(zeros(2), blocks, queries, states, ahead, first, partition, fresh, first == start, scale)
         first += 2
     if first < end:
-        _attend_tile(zeros(1), blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(zeros(1), blocks, queries, states, ahead, first, partition, fresh, first == start, scale)
 
 
 @compiled
@@ -300,6 +324,7 @@ def _attend_partition(
     blocks: Blocks,
     queries: Queries,
     states: States,
+    ahead: Ahead,
     first: int,
     end: int,
     fresh: bool,
@@ -316,7 +341,7 @@ def _attend_partition(
     near = blocks
     if scratch != 0 and blocks.kind != F32_ and start // 16 < blocks.num_cached:
         near = _widened(blocks, partition, scratch)
-    _attend_vectors(near, queries, states, seeing, end, partition, fresh, scale)
+    _attend_vectors(near, queries, states, ahead, seeing, end, partition, fresh, scale)
 
 
 @compiled
@@ -326,6 +351,7 @@ def _attend_unit(
     blocks: Blocks,
     queries: Queries,
     states: States,
+    ahead: Ahead,
     state_bytes: int,
     scratch: int,
     scale: float,
@@ -348,7 +374,9 @@ def _attend_unit(
             attend_codes(pasts, partition, queries, own, first, end, fresh, scale)
         else:
             shared = scratch if is_cut_by_vectors else 0
-            _attend_partition(partition - quantised, blocks, queries, own, first, end, fresh, shared, scale)
+            _attend_partition(
+                partition - quantised, blocks, queries, own, ahead, first, end, fresh, shared, scale
+            )
 
 
 def scratch_bytes(head_dim: int) -> int:
@@ -379,6 +407,7 @@ def attend(args: int, part: int, parts: int) -> None:
     group = heads // kv_heads
     state_bytes = 4 * (STATE_HEAD + head_dim)
     packed_bytes = head_dim * 128
+    head_bytes = head_dim * 32 * element_bytes
     turn = 0
     for b in range(sequences):
         start = read_i32(cu_rows + 4 * b)
@@ -396,7 +425,7 @@ def attend(args: int, part: int, parts: int) -> None:
                 kind,
                 element_bytes,
                 table + b * table_bytes,
-                layer + g * head_dim * 32 * element_bytes,
+                layer + g * head_bytes,
                 block_bytes,
                 packed + (first_packed(start, b) * kv_heads + g) * packed_bytes,
                 kv_heads * packed_bytes,
@@ -413,7 +442,20 @@ def attend(args: int, part: int, parts: int) -> None:
             place = States(states + g * group * vector_bytes, heads * vector_bytes, vector_bytes)
             for unit in range(units):
                 if turn % parts == part:
-                    _attend_unit(unit, pasts, blocks, queries, place, state_bytes, scratch, scale)
+                    row, after = b, g * units + unit + parts
+                    if after >= kv_heads * units and b + 1 < sequences and lengths != 0:
+                        # As many units are expected of the next sequence.
+                        row, after = b + 1, after - kv_heads * units
+                    partition = after % units - quantised
+                    ahead = Ahead(
+                        table + row * table_bytes + 64 * partition,
+                        layer + after // units * head_bytes,
+                        block_bytes,
+                        read_i32(lengths + 4 * row) // 16 - 16 * partition
+                        if lengths != 0 and partition >= 0 and after < kv_heads * units
+                        else 0,
+                    )
+                    _attend_unit(unit, pasts, blocks, queries, place, ahead, state_bytes, scratch, scale)
                 turn += 1
         states += rows * heads * vector_bytes
 

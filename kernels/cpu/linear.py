@@ -283,6 +283,35 @@ def _panel_rows(
         store_rows_part(sums, out, out_stride, count)
 
 
+@compiled
+def _last_rows(
+    rows: int,
+    weights: Weights,
+    x: int,
+    step: int,
+    panel: int,
+    bias: int,
+    out: int,
+    out_stride: int,
+    count: int,
+) -> None:
+    """The rows that are too few for the tallest tile, in one of their own: each tile unpacks the weights."""
+    if rows == 1:
+        _panel_rows(zeros(1), weights, x, step, panel, bias, out, out_stride, count)
+    elif rows == 2:
+        _panel_rows(zeros(2), weights, x, step, panel, bias, out, out_stride, count)
+    elif rows == 3:
+        _panel_rows(zeros(3), weights, x, step, panel, bias, out, out_stride, count)
+    elif rows == 4:
+        _panel_rows(zeros(4), weights, x, step, panel, bias, out, out_stride, count)
+    elif rows == 5:
+        _panel_rows(zeros(5), weights, x, step, panel, bias, out, out_stride, count)
+    elif rows == 6:
+        _panel_rows(zeros(6), weights, x, step, panel, bias, out, out_stride, count)
+    elif rows == 7:
+        _panel_rows(zeros(7), weights, x, step, panel, bias, out, out_stride, count)
+
+
 def linear(args: int, part: int, parts: int) -> None:
     """Multiply; a unit of work is a block of rows and a panel.
 
@@ -310,14 +339,7 @@ def linear(args: int, part: int, parts: int) -> None:
             _panel_rows(tallest, weights, source, step, panel, own_bias, target, out_stride, count)
             row += len(tallest)
             source, target = source + len(tallest) * row_bytes, target + len(tallest) * out_stride
-        if row + 4 <= end:
-            _panel_rows(zeros(4), weights, source, step, panel, own_bias, target, out_stride, count)
-            row, source, target = row + 4, source + 4 * row_bytes, target + 4 * out_stride
-        if row + 2 <= end:
-            _panel_rows(zeros(2), weights, source, step, panel, own_bias, target, out_stride, count)
-            row, source, target = row + 2, source + 2 * row_bytes, target + 2 * out_stride
-        if row < end:
-            _panel_rows(zeros(1), weights, source, step, panel, own_bias, target, out_stride, count)
+        _last_rows(end - row, weights, source, step, panel, own_bias, target, out_stride, count)
 
 
 def group_bytes(rows: int) -> int:

@@ -108,6 +108,7 @@ class CpuOps:
 
     def __init__(self, launcher: Launcher, progress: Progress | None = None) -> None:
         self.name = f"cpu-{host_form().name}"
+        self.row_tile = host_form().linear_rows
         launcher.compile((s.kernel for stages in _TAPES.values() for s in stages), progress)
         self._launcher = launcher
         self._run: Callable[..., None] = launcher.run

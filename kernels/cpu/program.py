@@ -68,6 +68,11 @@ class Workspace:
 class LaunchesOnly(TorchDispatchMode):
     """While it is on, torch may take views and nothing else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is ever compiled: to say so spares the import of torch's compiler, some 200 MB."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

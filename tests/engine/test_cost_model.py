@@ -44,6 +44,28 @@ def test_a_fit_predicts_shapes_it_has_not_seen() -> None:
         assert cost.predict(*shape) == pytest.approx(seconds(shape), rel=0.1)
 
 
+def test_a_row_that_opens_a_tile_costs_more_than_the_next() -> None:
+    """Where rows come in tiles, the fit finds what a tile costs, and every step since corrects it."""
+    true = StepCost(fixed_s=0.009, row_s=0.0006, further_row_s=0.0006, tile_s=0.002, tile_rows=8)
+    shapes = [StepShape(rows, rows, 100 * rows) for rows in (1, 8, 9, 16, 17, 64)]
+    cost = fit(
+        [
+            StepSample(shape, true.predict(rows, rows, 100 * rows))
+            for shape in shapes
+            for rows in [shape.num_rows]
+        ],
+        StepCost.guess(8),
+    )
+    opens, fills = (cost.predict(rows + 1, 32, 0) - cost.predict(rows, 32, 0) for rows in (32, 33))
+    assert opens == pytest.approx(0.0026, rel=0.15)
+    assert fills == pytest.approx(0.0006, rel=0.15)
+    model = CostModel(StepCost.guess(8))
+    for number in range(600):
+        rows = 1 + number % 48
+        model.observe(rows, rows, 100 * rows, true.predict(rows, rows, 100 * rows))
+    assert model.predict(33, 32, 0) - model.predict(32, 32, 0) == pytest.approx(0.0026, rel=0.15)
+
+
 def test_nothing_measured_is_the_default() -> None:
     """Without samples, or with steps that took no time, the default cost holds."""
     assert fit([]) == fit([StepSample(StepShape(1, 1, 1), 0.0)]) == StepCost()

@@ -75,7 +75,7 @@ def test_bits_do_not_depend_on_the_batch(cpu: CpuOps, fmt: GroupKind | torch.dty
     weight = cpu.prepare_linear(_weight(fmt, 111, 96))
     x = torch.randn(300, 96)
     together = cpu.linear(x, weight)
-    for rows in (1, 2, 3, 7, 9, 63):
+    for rows in (*range(1, 18), 63):
         assert torch.equal(cpu.linear(x[:rows], weight), together[:rows])
     assert torch.equal(cpu.linear(x[257:], weight), together[257:])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,6 +77,18 @@ def test_what_torch_computes_is_not_recorded(cpu: CpuOps, forward: object) -> No
     x, weight = torch.randn(3, 64), torch.ones(64)
     assert cpu.record(lambda: cpu.rms_norm(forward(x), weight, 1e-5)) is None  # type: ignore[operator]  # a function
     assert cpu.rms_norm(x, weight, 1e-5).isfinite().all()
+
+
+def test_recording_does_not_load_a_compiler() -> None:
+    """Watching what torch does leaves its compiler, which takes 200 MB and seconds to load, where it is."""
+    program = (
+        "import sys, torch; from surefoot.kernels.cpu.program import LaunchesOnly\n"
+        "x = torch.ones(4)\n"
+        "with LaunchesOnly(): x.view(2, 2)\n"
+        "print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_a_fault_while_recording_leaves_the_ops_as_they_were(cpu: CpuOps) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ..cost_model import StepCost as PassCost
+from ..promise import num_tokens_late
 from ..sequence import Sequence
 from .acceptance import Acceptance
 from .base import Draft
@@ -20,12 +23,14 @@ class StepBounds(Struct, frozen=True, kw_only=True):
     """What a step's drafts must keep to.
 
     `num_sampled` sequences get a token without any draft. `max_rows` is what is left of the step's token
-    budget, `max_step_s` how long the step may take by what running requests were promised.
+    budget, `max_step_s` how long the step may take by what running requests were promised. It ends at
+    `ends_s` on the engine's clock if it has no drafts.
     """
 
     num_sampled: int
     max_rows: int
     max_step_s: float | None = None
+    ends_s: float = -math.inf
 
     def after(self, seconds: float) -> StepBounds:
         """What is left when some of the step's time has passed."""
@@ -61,13 +66,7 @@ class Controller:
 
     def choose(self, drafts: Seq[tuple[Sequence, Draft]], bounds: StepBounds, cost: StepCost) -> Choice:
         """Lengths for the drafts of a step, 0 for those that wait for better times."""
-        candidates = [
-            Candidate(
-                self.acceptance.survival(sequence, draft),
-                min_gain=self._min_gain(sequence),
-            )
-            for sequence, draft in drafts
-        ]
+        candidates = [self._candidate(sequence, draft, bounds.ends_s) for sequence, draft in drafts]
         # A step earns the right to waste a share of its time, so that whoever was given up is tried again.
         # What was saved in good times is not wasted all at once when they end.
         self._credit_s = min(self._credit_s + cost(0) * self.settings.probe_share, cost(0))
@@ -84,6 +83,14 @@ class Controller:
             if not length:
                 self.acceptance.pass_over(sequence)
         return choice
+
+    def _candidate(self, sequence: Sequence, draft: Draft, ends_s: float) -> Candidate:
+        """A sequence that is late by its TPOT target needs what it is late by, as far as its draft goes."""
+        survival = self.acceptance.survival(sequence, draft)
+        num_late = num_tokens_late(sequence, ends_s)
+        expected = accumulate(survival)
+        needed = next((j for j, tokens in enumerate(expected, start=1) if tokens >= num_late), len(survival))
+        return Candidate(survival, needed if num_late else 0, self._min_gain(sequence))
 
     def plan_drafting(
         self, prospects: Seq[Prospect], bounds: StepBounds, cost: StepCost, passes: PassCost

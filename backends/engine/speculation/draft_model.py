@@ -16,7 +16,7 @@ from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
 from ..choice_stream import ChoiceStream
-from ..cost_model import CostModel, StepSample, StepShape, fit
+from ..cost_model import CostModel, StepCost, StepSample, StepShape, fit
 from ..prepare import LoadedModel
 from ..runner import ModelRunner, past_part
 from ..sampler import SampledRow, Sampler
@@ -90,14 +90,15 @@ class DraftModel:
         self._max_len = min(
             settings.max_model_len or config.max_model_len, config.max_model_len, self.cache.num_tokens
         )
-        self.costs = CostModel()
+        self.costs = CostModel(StepCost.guess(ops.row_tile))
         """What its passes cost, sampling included."""
         self.passes: list[StepSample] = []
         """Of the last round."""
 
     def warm_up(self) -> None:
         """Run rounds of several shapes: first-time costs are met, and what passes cost is known."""
-        self.costs.refit(fit(run_shapes(self._run_shape, time.perf_counter)))
+        samples = run_shapes(self._run_shape, time.perf_counter)
+        self.costs.refit(fit(samples, StepCost.guess(self.costs.cost.tile_rows)))
 
     def prospect(self, sequence: Sequence, max_tokens: int) -> Prospect | None:
         """What drafting for a sequence would take; None if its tokens are too many or not the model's own.

@@ -24,8 +24,8 @@ class Candidate(Struct, frozen=True):
     """A sequence's draft, in numbers.
 
     `survival[j]` is the probability that tokens 0 to j are all accepted. A row counts as `1 + min_gain` times
-    less than that. The draft is cut to the length that the others' gains decide, but gets `needed` tokens
-    first: what its own promise asks for.
+    less than that. The draft is cut to the length that the others' gains decide, but its first `needed`
+    tokens go before them: its own promise asks for them.
     """
 
     survival: Sequence[float]
@@ -57,11 +57,13 @@ def choose_lengths(
 ) -> Choice:
     """The best lengths for a step in which `num_sampled` sequences get a token anyway.
 
-    At most `max_rows` draft rows are chosen, and no step is made longer than `max_step_s` by them. One row
-    more than pays is added if no more than `probe_budget_s` seconds are expected to be lost by it.
+    At most `max_rows` draft rows are chosen, and no step is made longer than `max_step_s` by them. Rows that
+    promises need are chosen even if all together lose by them. One row more than pays is added if no more
+    than `probe_budget_s` seconds are expected to be lost by it.
     """
+    num_needed = _num_needed(candidates, cost)
     rows = sorted(
-        (j >= candidate.needed, -probability / (1.0 + candidate.min_gain), i, j)
+        (num_needed == 0 or j >= candidate.needed, -probability / (1.0 + candidate.min_gain), i, j)
         for i, candidate in enumerate(candidates)
         for j, probability in enumerate(candidate.survival)
     )[:max_rows]
@@ -73,7 +75,7 @@ def choose_lengths(
         if count and max_step_s is not None and cost_s > max_step_s:
             break
         costs.append(cost_s)
-        if tokens / cost_s > rate:
+        if tokens / cost_s > rate or count <= num_needed:
             best, rate = count, tokens / cost_s
         elif expected[-1] / cost_s <= rate:  # not even all the tokens there are would pay for more time
             break
@@ -85,3 +87,13 @@ def choose_lengths(
     for _, _, i, _ in rows[:best]:
         lengths[i] += 1
     return Choice(tuple(lengths), expected[best], rate, probe_s)
+
+
+def _num_needed(candidates: Sequence[Candidate], cost: StepCost) -> int:
+    """Rows that promises need; 0 where they would make a longer step of which those who wait gain less."""
+    needing = [candidate for candidate in candidates if candidate.needed and candidate.survival]
+    if not needing:
+        return 0
+    count = sum(min(candidate.needed, len(candidate.survival)) for candidate in needing)
+    least = min(1.0 + sum(candidate.survival[: candidate.needed]) for candidate in needing)
+    return count if least * cost(0) > cost(count) else 0

@@ -94,6 +94,7 @@ class Speculator:
             num_sampled=sum(chunk.samples for chunk in chunks),
             max_rows=max_rows - shape.num_rows,
             max_step_s=_limit_s(decoding, costs.cost, now_s, cost(0)),
+            ends_s=now_s + cost(0),
         )
         if self.draft_model is not None and prospects:
             drafts += self._run_ahead(self.draft_model, prospects, bounds, cost)

@@ -32,6 +32,7 @@ def sequence(
     max_tokens: int = 1000,
     prediction: tuple[int, ...] = (),
     min_gain: float = 0.0,
+    tpot_target_s: float | None = None,
 ) -> Sequence:
     """A sequence that has its prompt and some output."""
     plan = SpeculationPlan(max_draft=max_draft, proposers=proposers, min_gain=min_gain)
@@ -42,6 +43,7 @@ def sequence(
         plan=ServingPlan(name="test", speculation=plan),
         flow=flow,
         kind=kind,
+        tpot_target_s=tpot_target_s,
     )
     request = Request(
         message,

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.backends.engine.cost_model import CostModel, StepSample, StepShape, fit
+from surefoot.backends.engine.sequence import Pace
 from surefoot.backends.engine.speculation.acceptance import Acceptance
 from surefoot.backends.engine.speculation.base import Draft, strength_of_match
 from surefoot.backends.engine.speculation.bench_lengths import break_even
@@ -75,6 +76,36 @@ def test_what_a_promise_needs_comes_first() -> None:
     """Rows that a sequence's own target needs go before likelier ones of others."""
     candidates = [Candidate([0.9] * 4), Candidate([0.5] * 4, needed=2)]
     assert choose_lengths(candidates, 2, lambda count: 1.0, max_rows=3).lengths == (1, 2)
+
+
+def test_a_promise_is_kept_at_the_others_cost() -> None:
+    """Rows that a late sequence needs are verified though all together lose by them, but not where the longer
+    step would make it later still.
+    """
+    late = [Candidate([0.5, 0.4], needed=1), Candidate([])]
+    assert choose_lengths(late, 2, lambda count: 1.0 + 0.4 * count, max_rows=2).lengths == (1, 0)
+    assert choose_lengths(late, 2, lambda count: 1.0 + 0.6 * count, max_rows=2).lengths == (0, 0)
+    bound = choose_lengths(late, 2, lambda count: 1.0 + 0.4 * count, max_rows=2, max_step_s=1.3)
+    assert bound.lengths == (0, 0)
+
+
+def test_a_late_sequence_needs_what_it_is_late_by() -> None:
+    """A sequence whose pace says that three tokens more are due gets as many rows as are expected to bring
+    them, and one that is on time none, where rows do not pay.
+    """
+    lengths = {}
+    for name, since_s in (("late", -0.35), ("on time", 0.0)):
+        controller, seq = (
+            Controller(SpeculationSettings(probe_share=0.0)),
+            sequence([1, 2], tpot_target_s=0.1),
+        )
+        seq.pace = Pace(since_s=since_s, num_tokens=seq.num_output_tokens)
+        for _ in range(300):
+            controller.acceptance.observe(seq, draft_of(8), 8)
+        bounds = StepBounds(num_sampled=8, max_rows=64, ends_s=0.1)
+        choice = controller.choose([(seq, draft_of(8))], bounds, lambda count: 0.1 + 0.02 * count)
+        lengths[name] = choice.lengths[0]
+    assert lengths == {"late": 4, "on time": 0}
 
 
 def test_min_gain_holds_back() -> None:
