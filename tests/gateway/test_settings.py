@@ -24,7 +24,7 @@ from surefoot.gateway.settings import (
     resolve,
     value_text,
 )
-from surefoot.gateway.start import engine_options
+from surefoot.gateway.start import engine_options, load_tenants
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,6 +156,14 @@ def test_usage_is_kept_where_there_are_tenants() -> None:
 def test_home_is_expanded() -> None:
     """`~` in a path is the home folder."""
     assert resolve({"tenants": "~/tenants"}, {}).settings.tenants == Path.home() / "tenants"
+
+
+def test_local_settings_reach_the_local_tenant() -> None:
+    """Without tenant files drafts and cache format of everybody's plan are those of the settings."""
+    settings = ServeSettings(local_max_draft=3, local_cache_format="k8v4")
+    tenants, watch = load_tenants(settings, ["fixed"], ["standard"])
+    bounds = tenants.authenticate(None).bounds
+    assert (bounds.speculation.max_draft, bounds.cache.format, watch) == (3, "k8v4", None)
 
 
 @pytest.mark.parametrize(
