@@ -48,6 +48,7 @@ SHARED_WITH_ENGINE = (
     "max_sequences",
     "max_waiting",
     "max_waiting_s",
+    "scheduler",
     "synthetic_acceptance",
     "threads",
     "watchdog_s",
@@ -170,7 +171,7 @@ def load_tenants(
 ) -> tuple[Tenants, TenantWatch | None]:
     """The tenants of the settings' folder, and what keeps them up to date. Raises `TenantFileError`."""
     if settings.tenants is None:
-        return Tenants(local=local_tenant(settings.local_max_draft)), None
+        return Tenants(local=local_tenant(settings.local_max_draft, settings.local_cache_format)), None
     folder = TenantFolder(settings.tenants, policies, classes)
     tenants = Tenants(folder.load().tenants, keys_required=True)
     return tenants, TenantWatch(folder, tenants, settings.tenants_reload_s)

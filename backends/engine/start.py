@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from msgspec import Struct
@@ -14,8 +16,12 @@ from surefoot.kernels.base import Ops
 from surefoot.kernels.select import select_ops
 
 from .backend import EngineBackend, EngineParts
+from .engine import Engine
+from .first_come import FirstComeScheduler
 from .limits import available_memory_bytes, cpu_count
 from .prepare import LoadedModel, load_model
+from .promise_scheduler import PromiseScheduler
+from .scheduler import MakeScheduler
 from .settings import EngineSettings
 from .speculation.settings import SpeculationSettings
 from .speculation.vocabulary import check_vocabularies
@@ -25,6 +31,12 @@ Progress = Callable[[str], None]
 
 SLOW_START_S = 10.0
 """A start that takes longer says what it was that did."""
+
+SCHEDULERS: Mapping[str, MakeScheduler] = {
+    "promise": PromiseScheduler,
+    "first-come": FirstComeScheduler,
+}
+"""By the name that a setting has."""
 
 AUTO_CACHE_SHARE = 0.25
 """How much of the memory that is still available the cache may take if nobody says."""
@@ -46,6 +58,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     max_sequences: int = 64
     max_batched_tokens: int = 512
     max_prefill_chunk: int | None = None
+    scheduler: Literal["promise", "first-come"] = "promise"
     max_waiting: int = 1024
     prefix_cache: bool = True
     max_waiting_s: float = 600.0
@@ -59,7 +72,12 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 
 def make_backend(options: EngineOptions, progress: Progress) -> EngineBackend:
     """The backend, not yet started; `progress` gets a sentence before each slow stage."""
-    return EngineBackend(options.model_id, lambda: load_parts(options, progress), engine_settings(options))
+    return EngineBackend(
+        options.model_id,
+        lambda: load_parts(options, progress),
+        engine_settings(options),
+        make_engine=partial(Engine, make_scheduler=SCHEDULERS[options.scheduler]),
+    )
 
 
 def engine_settings(options: EngineOptions) -> EngineSettings:
