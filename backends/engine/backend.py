@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -373,6 +374,7 @@ class EngineBackend:
         # Two caches at once could be more than there is room for: nothing may hold on to the old engine.
         traceback.clear_frames(error.__traceback__)
         del self._engine
+        gc.collect()
         self._speculator.restart()
         try:
             with self._watchdog.guard():

@@ -29,10 +29,11 @@ from .cache_rule import CacheSpace, format_name
 from .choice_stream import ChoiceStream, joined
 from .cost_model import CostModel, StepSample, StepShape, fit
 from .demotion import Move
+from .device_runner import bytes_of_block, make_runner
 from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
 from .promise_scheduler import PromiseScheduler
-from .runner import ModelRunner, build_step, in_step_order, kept_rows
+from .runner import build_step, in_step_order, kept_rows
 from .sampler import NonFiniteLogits, Sampled, SampledRow, Sampler
 from .scheduler import MakeScheduler, ScheduledChunk, Scheduler, shape_of
 from .sequence import Request, Sequence, SequenceStatus
@@ -98,7 +99,13 @@ class Engine:
         """
         self._tokenizer = loaded.tokenizer
         self._clock = clock
-        self._runner = ModelRunner(loaded.model, ops, settings, cache_dtype)
+        self._runner = make_runner(
+            loaded.model,
+            ops,
+            settings,
+            cache_dtype,
+            block_bytes_beside=0 if draft is None else bytes_of_block(draft.model, cache_dtype),
+        )
         self._sampler = Sampler(ops, loaded.tokenizer)
         self.speculator = speculator or Speculator(settings.speculation)
         self.speculator.draft_model = (

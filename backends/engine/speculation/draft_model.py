@@ -13,12 +13,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from surefoot.kernels.base import Ops
-from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
+from surefoot.kernels.layout import BLOCK_TOKENS
 
 from ..choice_stream import ChoiceStream
 from ..cost_model import CostModel, StepSample, StepShape, fit
+from ..device import place
+from ..device_runner import bytes_of_block, make_runner
 from ..prepare import LoadedModel
-from ..runner import ModelRunner, past_part
+from ..runner import past_part
 from ..sampler import SampledRow, Sampler
 from ..sequence import Sequence
 from ..settings import EngineSettings
@@ -75,14 +77,13 @@ class DraftModel:
         """It drafts for `target`. Its cache has `num_blocks` blocks unless the settings give it bytes."""
         config, self._settings, self._observe = loaded.config, settings, observe
         self._max_catch_up = settings.speculation.max_catch_up
-        layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=cache_dtype)
-        cache_bytes = num_blocks * config.num_layers * layout.block_bytes
+        cache_bytes = num_blocks * bytes_of_block(loaded.model, cache_dtype)
         own = replace(
             settings,
             cache_bytes=settings.speculation.draft_cache_bytes or cache_bytes,
             max_batched_tokens=CLOSE * settings.max_sequences + self._max_catch_up,
         )
-        self._runner = ModelRunner(loaded.model, ops, own, cache_dtype)
+        self._runner = make_runner(loaded.model, ops, own, cache_dtype)
         self.cache = DraftCache(self._runner.num_blocks)
         self._sampler = Sampler(ops, target.tokenizer)
         self._tokenizer: Tokenizer = target.tokenizer
@@ -172,7 +173,8 @@ class DraftModel:
         sampling = [turn for turn in turns if turn.is_caught_up]
         if sampling:
             places = [span[-1] for span in step.logit_spans if span]
-            running = self._sample(sampling, self._fitted(logits[places]))
+            own = logits[place(torch.tensor(places), logits.device)]
+            running = self._sample(sampling, self._fitted(own))
         else:
             running = []
         seconds = time.perf_counter() - begun_s
@@ -185,13 +187,17 @@ class DraftModel:
         raw = logits.clone()
         log_totals = raw.logsumexp(-1)
         rows = [SampledRow(turn.sequence, tuple(turn.drafted)) for turn in turns]
+        results = self._sampler.sample(logits, rows)
+        token_ids = [0 if isinstance(sampled, Exception) else sampled.token_id for sampled in results]
+        own = raw.gather(1, place(torch.tensor(token_ids), raw.device)[:, None])[:, 0]
+        chances = (own - log_totals).exp().tolist()
         running = []
-        for r, (turn, sampled) in enumerate(zip(turns, self._sampler.sample(logits, rows), strict=True)):
+        for turn, sampled, chance in zip(turns, results, chances, strict=True):
             if isinstance(sampled, Exception):  # what it has is a draft all the same
                 continue
             token_id = sampled.token_id
             turn.drafted.append(token_id)
-            turn.strengths.append(bisect(GRADES, float((raw[r, token_id] - log_totals[r]).exp())))
+            turn.strengths.append(bisect(GRADES, chance))
             turn.pending = [token_id]
             ends = token_id in self._tokenizer.eos_token_ids and not turn.sequence.params.ignore_eos
             if len(turn.drafted) < turn.max_tokens and not ends:
