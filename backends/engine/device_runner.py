@@ -76,9 +76,8 @@ class DeviceRunner(ModelRunner):
         step_k, step_v = self._step_k[:, kept], self._step_v[:, kept]
         self._ops.commit(self._cache, self.layout, step_k, step_v, placed.blocks[kept], placed.slots[kept])
         if not len(step.logit_rows):
-            wait(
-                self._device
-            )  # nobody else will, and the step would seem to take no longer than its launches
+            # Nobody else will, and the step would seem to take no longer than its launches.
+            wait(self._device)
 
     @torch.inference_mode()
     def capture_decoding(self, max_sequences: int) -> None:

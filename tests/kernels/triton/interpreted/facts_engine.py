@@ -46,7 +46,7 @@ def answers(parts: EngineParts, predictions: list[list[int]]) -> tuple[list[list
     server = Server(parts, max_prefill_chunk=40, cache_bytes=1 << 22, max_sequences=4, max_batched_tokens=64)
     server.engine.costs.frozen = True
     server.engine.costs.refit(StepCost(fixed_s=1.0, row_s=1e-9, further_row_s=1e-9, sequence_s=0.0))
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     found = [server.serve(PROMPT, params).choices[0][0]]
     requests = [
         server.add(message(PROMPT[:32] + PROMPT[40:], params, plan=plan("k16v16", drafts=True))),
@@ -76,5 +76,5 @@ def test_the_engine_gives_the_references_tokens(file: Path) -> None:
     assert actual == expected
     assert isinstance(server.engine._runner, DeviceRunner)
     drafts = server.engine.speculator.counters.by_source.values()
-    assert sum(counts.num_accepted_tokens for counts in drafts) > 4
+    assert sum(counts.num_accepted_tokens for counts in drafts) > 3
     assert server.engine.counters.num_demoted_tokens["k8v4"] > 0
