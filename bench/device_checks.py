@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
+from surefoot.backends.engine.device import Called, Capture, capture_on
+from surefoot.backends.engine.device_runner import DeviceRunner
+from surefoot.backends.engine.settings import EngineSettings
 from surefoot.kernels.base import Ops, Past, SampleRows
 from surefoot.kernels.layout import FORMATS, INT4, CacheFormat
 from surefoot.kernels.reference import ReferenceOps
 
-from .device_loads import Shape, on, slots_of
+from .device_loads import Shape, on, slots_of, verification_step
+from .device_model import TINY, random_model
 
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest norm of an error over the norm of the result, as the kernels' tests have it."""
@@ -41,6 +46,7 @@ def run_checks(ops: Ops, device: torch.device, shape: Shape) -> Iterator[Check]:
     for cache_format in FORMATS:
         yield from _cache(ops, device, shape, cache_format)
     yield _sample(ops, device)
+    yield _graphs(ops, device, shape.dtype)
 
 
 def _rowwise(ops: Ops, device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
@@ -104,6 +110,25 @@ def _sample(ops: Ops, device: torch.device) -> Check:
     logits = torch.randn(9, 20000) * 3
     actual = ops.sample(logits.to(device), on(rows, device)).cpu()
     return Check(name="sample", error=float((actual != ReferenceOps().sample(logits, rows)).sum()), limit=0.0)
+
+
+def _graphs(ops: Ops, device: torch.device, dtype: torch.dtype) -> Check:
+    """How many logits differ between steps that are replayed and the same steps as they are. Each kind comes
+    three times: as it is, captured, replayed.
+    """
+    loaded = random_model(TINY, ops, device, dtype)
+    settings = EngineSettings(cache_bytes=1 << 20, max_sequences=4, max_batched_tokens=64)
+    captures: tuple[Capture, ...] = (capture_on(device), Called)
+    runners = [DeviceRunner(loaded.model, ops, settings, dtype, capture) for capture in captures]
+    differences, lengths = 0, [0, 0, 0]
+    for rows in ([1], [1, 1, 1], [2, 1, 3]) * 3:
+        step = verification_step(lengths, rows)
+        replayed, plain = (runner.run(step) for runner in runners)
+        differences += int((replayed != plain).sum())
+        for runner in runners:
+            runner.commit(step)
+        lengths = [length + more for length, more in zip_longest(lengths, rows, fillvalue=0)]
+    return Check(name="graphs of steps", error=float(differences), limit=0.0)
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
