@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -99,6 +100,8 @@ class Engine:
         """
         self._tokenizer = loaded.tokenizer
         self._clock = clock
+        self._compiles_late = ops.is_asynchronous
+        """A GPU's kernels are compiled when they are first launched, which is not what steps cost."""
         self._runner = make_runner(
             loaded.model,
             ops,
@@ -160,6 +163,8 @@ class Engine:
     def warm_up(self) -> None:
         """Run steps of several shapes: first-time costs are met, and what steps cost is known."""
         counted, self.counters = self.counters, EngineCounters()
+        if self._compiles_late:
+            run_shapes(self._run_shape, self._clock, max_s=math.inf)
         self.costs.refit(fit(run_shapes(self._run_shape, self._clock)))
         self.counters = counted
         if self.speculator.draft_model is not None:

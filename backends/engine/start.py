@@ -103,6 +103,8 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     )
     where = f"{num_threads} threads" if options.device == CPU else device_name(options.device)
     progress(f"Computing with the op set {ops.name} on {where}.")
+    if options.device != CPU:
+        progress("Kernels are compiled as they are met and kept: a first start takes longer than others.")
     compiled_s = time.monotonic()
     loaded = load_model(
         options.model,

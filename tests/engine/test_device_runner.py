@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from surefoot.backends.engine.backend import EngineParts
+from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.device import CPU, Called, Memory, find_device
 from surefoot.backends.engine.device_runner import DeviceRunner
 from surefoot.backends.engine.model_errors import DeviceNotFound
@@ -77,6 +79,25 @@ def test_answers_are_those_of_the_other_runner(pair: tuple[EngineParts, EnginePa
     assert answers[0] == answers[1]
     assert isinstance(runner, DeviceRunner)
     assert sum(program is not None for program in runner._programs.values()) > 5
+
+
+def test_a_draft_model_runs_there_too(pair: tuple[EngineParts, EngineParts]) -> None:
+    """A model that drafts for itself is right nearly always, and changes no token; both share the cache."""
+    plan = ServingPlan(name="draft", speculation=SpeculationPlan(max_draft=4, proposers=("draft",)))
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    requests = [message(prompt_of(30 + i, i), params, plan=plan) for i in range(3)]
+    alone = tokens(Server(pair[0]).serve_all(requests))
+    server = Server(replace(pair[1], draft=pair[1].loaded))
+    server.engine.warm_up()
+    drafter = server.engine.speculator.draft_model
+    assert drafter is not None
+    for costs in (server.engine.costs, drafter.costs):
+        costs.frozen = True
+        costs.refit(StepCost(fixed_s=1.0 if costs is server.engine.costs else 1e-9, row_s=1e-9))
+    assert tokens(server.serve_all(requests)) == alone
+    (counts,) = server.engine.speculator.counters.by_source.values()
+    assert counts.num_accepted_tokens > 0.9 * counts.num_draft_tokens > 40
+    assert isinstance(drafter._runner, DeviceRunner)
 
 
 def test_a_size_is_captured_when_it_comes_again(pair: tuple[EngineParts, EngineParts]) -> None:

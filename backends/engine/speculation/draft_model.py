@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect
 from collections.abc import Callable
@@ -86,6 +87,7 @@ class DraftModel:
         self._runner = make_runner(loaded.model, ops, own, cache_dtype)
         self.cache = DraftCache(self._runner.num_blocks)
         self._sampler = Sampler(ops, target.tokenizer)
+        self._compiles_late = ops.is_asynchronous
         self._tokenizer: Tokenizer = target.tokenizer
         self._own_vocab_size, self._vocab_size = config.vocab_size, target.config.vocab_size
         self._max_len = min(
@@ -98,6 +100,8 @@ class DraftModel:
 
     def warm_up(self) -> None:
         """Run rounds of several shapes: first-time costs are met, and what passes cost is known."""
+        if self._compiles_late:
+            run_shapes(self._run_shape, time.perf_counter, max_s=math.inf)
         self.costs.refit(fit(run_shapes(self._run_shape, time.perf_counter)))
 
     def prospect(self, sequence: Sequence, max_tokens: int) -> Prospect | None:
