@@ -374,8 +374,8 @@ class EngineBackend:
         # Two caches at once could be more than there is room for: nothing may hold on to the old engine.
         traceback.clear_frames(error.__traceback__)
         del self._engine
-        gc.collect()
         self._speculator.restart()
+        gc.collect()
         try:
             with self._watchdog.guard():
                 self._engine = self._new_engine()

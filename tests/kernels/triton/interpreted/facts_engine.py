@@ -33,10 +33,11 @@ def plan(cache_format: str, *, drafts: bool = False) -> ServingPlan:
     )
 
 
-def parts_of(file: Path, ops: Ops) -> EngineParts:
-    """Weights, activations and cache in float32, so that the two sets differ in the last bits alone."""
-    loaded = load_model(file, mode=WeightMode.FLOAT32, ops=ops, cache_dir=file.parent, progress=print)
-    return EngineParts(loaded=loaded, ops=ops, cache_dtype=torch.float32)
+def parts_of(file: Path, ops: Ops, dtype: torch.dtype) -> EngineParts:
+    """Weights and cache in `dtype`."""
+    mode = WeightMode.FLOAT32 if dtype == torch.float32 else WeightMode.BFLOAT16
+    loaded = load_model(file, mode=mode, ops=ops, cache_dir=file.parent, progress=print)
+    return EngineParts(loaded=loaded, ops=ops, cache_dtype=dtype)
 
 
 def answers(parts: EngineParts, predictions: list[list[int]]) -> tuple[list[list[int]], Server]:
@@ -63,16 +64,18 @@ def answers(parts: EngineParts, predictions: list[list[int]]) -> tuple[list[list
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of two layers, with norms of heads."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    write_gguf(path, tiny_hf_model("qwen3", num_hidden_layers=2))
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    write_gguf(path, tiny_hf_model("qwen3", num_hidden_layers=2, **heads))
     return path
 
 
-def test_the_engine_gives_the_references_tokens(file: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_gives_the_references_tokens(file: Path, dtype: torch.dtype) -> None:
     """A quantised cache, drafts, prompts in chunks and a prefix hit: greedy tokens are those of the reference
     ops on the runner of a CPU, and some of the drafts are accepted.
     """
-    expected, _ = answers(parts_of(file, ReferenceOps()), [])
-    actual, server = answers(parts_of(file, TritonOps(torch.float32)), expected[1:])
+    expected, _ = answers(parts_of(file, ReferenceOps(), dtype), [])
+    actual, server = answers(parts_of(file, TritonOps(dtype), dtype), expected[1:])
     assert actual == expected
     assert isinstance(server.engine._runner, DeviceRunner)
     drafts = server.engine.speculator.counters.by_source.values()
