@@ -1,10 +1,10 @@
 """What the kernels do on a GPU, from inside: `python -m surefoot.bench.device`, in under five minutes.
 
 It checks first: every op against its plain form, and graphs of steps against the steps. The verdict is
-printed within a minute, and nothing is timed if it is bad. Then it times attention in Llama-3.1-8B's shape:
-decoding over committed tokens, in useful bytes a second beside a copy's, per cache format, and prefill beside
-torch's own attention. Before that comes a random model of that shape, served by the whole engine with and
-without drafts, and by transformers: from a token to the next, beside the bytes that a step cannot but read.
+printed within a minute, and nothing is timed if it is bad. Then it times a random model in Llama-3.1-8B's
+shape, served by the whole engine with and without drafts, and by transformers: from a token to the next,
+beside the bytes that a step cannot but read. Last comes attention in that shape: decoding over committed
+tokens, in useful bytes a second beside a copy's, per cache format, and prefill beside torch's own attention.
 `--reference` runs it all on a CPU, with the plain ops and small shapes.
 """
 

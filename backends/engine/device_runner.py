@@ -133,7 +133,7 @@ class DeviceRunner(ModelRunner):
 
     def _slots(self, places: Places) -> Slots:
         at = super()._slots(places)
-        blocks, slots = place(torch.stack((at.blocks, at.slots)), self._device)
+        blocks, slots = place(at.blocks, self._device), place(at.slots, self._device)
         return Slots(blocks=blocks, slots=slots, format=at.format)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +14,18 @@ from msgspec.structs import replace
 
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cost_model import StepCost
-from surefoot.backends.engine.device import CPU, Called, Memory, find_device
+from surefoot.backends.engine.device import (
+    CPU,
+    Called,
+    Memory,
+    capture_on,
+    find_device,
+    measure_memory,
+)
 from surefoot.backends.engine.device_runner import DeviceRunner
 from surefoot.backends.engine.model_errors import DeviceNotFound
 from surefoot.backends.engine.prepare import load_model
+from surefoot.backends.engine.start import EngineOptions, cost_file, engine_settings
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, SpeculationPlan
@@ -145,6 +156,76 @@ def test_a_cache_has_what_steps_leave() -> None:
     """A step's memory counts twice, as graphs have their own, and a twentieth of the device is left alone."""
     assert Memory(total=1000, free=900, peak=100).for_cache == 650
     assert Memory(total=1000, free=100, peak=100).for_cache == 0
+
+
+class FakeCuda:
+    """Stands in for torch.cuda, and notes in what order it is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.peak = 0
+        for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, self._noting(name))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 + self.peak)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        stream = SimpleNamespace(wait_stream=self._noting("wait"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self._within("side"))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: self._within(f"capture in {pool}"))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self._noting("replay")))
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.calls.append(name)
+
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        self.calls.append(f"{name} begins")
+        yield
+        self.calls.append(f"{name} ends")
+
+
+def test_a_graph_is_captured_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function runs on a side stream, which waits and is waited for, and then once more to be captured, in
+    the pool of all graphs. A replay is one call and gives the captured result.
+    """
+    cuda = FakeCuda(monkeypatch)
+    program = capture_on(torch.device("cuda", 0))(lambda: cuda.calls.append("run") or torch.ones(1))  # type: ignore[func-returns-value]
+    assert cuda.calls == [
+        *("wait", "side begins", "run", "side ends", "wait"),
+        *("capture in (0, 1) begins", "run", "capture in (0, 1) ends"),
+    ]
+    assert program.replay().item() == 1.0
+    assert cuda.calls[8:] == ["replay"]
+
+
+def test_memory_is_measured_at_the_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run loads what stays; the peak is the second's, and what is free is asked last of all."""
+    cuda = FakeCuda(monkeypatch)
+
+    def run() -> None:
+        cuda.calls.append("run")
+        cuda.peak = 50
+
+    assert measure_memory(run, torch.device("cuda", 0)) == Memory(total=1000, free=700, peak=50)
+    assert cuda.calls == [
+        *("run", "synchronize", "reset_peak_memory_stats", "run", "synchronize", "empty_cache"),
+    ]
+
+
+def test_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`auto` takes a GPU that computes in bfloat16. Its cache is measured later, and its step costs are kept
+    apart from the CPU's.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for is_able, kind in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda able=is_able, **_: able)
+        assert find_device("auto").type == kind
+    options = EngineOptions(model=tmp_path, model_id="m", cache_dir=tmp_path, device=find_device("cuda"))
+    assert engine_settings(options).cache_bytes is None
+    assert cost_file(options).name == "step-cost-m-native-cuda.json"
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
