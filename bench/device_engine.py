@@ -57,7 +57,7 @@ class EngineLoad(Struct, frozen=True, kw_only=True):
 
 
 SMALL_LOAD = EngineLoad(
-    config=TINY, batches=(1, 2), num_prompt_tokens=20, num_output_tokens=6, dtype=torch.float32
+    config=TINY, batches=(1, 2), num_prompt_tokens=20, num_output_tokens=60, dtype=torch.float32
 )
 """What a CPU does in a moment."""
 

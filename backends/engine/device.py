@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from msgspec import Struct
 from torch import Tensor
+
+from surefoot.kernels.base import Program
 
 from .model_errors import DeviceNotFound
 
@@ -17,13 +19,6 @@ CPU = torch.device("cpu")
 
 SPARE_SHARE = 0.05
 """Of a GPU's memory, left for what a profiling pass does not see: sampling, graphs, fragments."""
-
-
-class Program(Protocol):
-    """What `capture` makes of a function."""
-
-    def replay(self) -> Tensor:
-        """Run it on what its memory holds now; the result is good until anything is replayed."""
 
 
 class Memory(Struct, frozen=True):
@@ -119,16 +114,18 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream()
 
     def capture(self, run: Callable[[], Tensor]) -> Program:
         """The function is run once before it is captured, as kernels cannot be loaded during a capture; on
-        a stream of its own, since libraries keep workspaces by stream.
+        a side stream, as torch's notes on CUDA graphs ask for, and always the same: libraries keep workspaces
+        by stream.
         """
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
             run()
-        current.wait_stream(side)
+        current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = run()

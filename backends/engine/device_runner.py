@@ -9,11 +9,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from surefoot.kernels.base import Ops, Slots
+from surefoot.kernels.base import Ops, Program, Slots
 from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, BlockLayout
 
 from .demotion import Places
-from .device import CPU, Capture, Program, capture_on, measure_memory, place, wait
+from .device import CPU, Capture, capture_on, measure_memory, place, wait
 from .model import Model
 from .runner import ModelRunner
 from .settings import EngineSettings
