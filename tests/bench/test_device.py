@@ -44,6 +44,7 @@ def test_reference_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "bytes of (4, 4)",
         "attention over (8, 4)",
         "graphs of steps",
+        "waits in steps",
     }
 
 
