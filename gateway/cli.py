@@ -163,6 +163,7 @@ SIMULATE_SETTINGS = (
     "model",
     "served_model_id",
     "weights",
+    "device",
     "threads",
     "scheduler",
     "prefix_cache",

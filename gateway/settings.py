@@ -78,8 +78,10 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     ] = "127.0.0.1"
     port: Annotated[int, Setting(whole(0, 65535), "Port to listen on; 0 takes a free one")] = 8000
     device: Annotated[
-        Literal["auto", "cpu"],
-        Setting(one_of("auto", "cpu"), "Where the model runs; so far that is the CPU"),
+        Literal["auto", "cpu", "cuda"],
+        Setting(
+            one_of("auto", "cpu", "cuda"), "Where the model runs (auto: a GPU that torch sees, or the CPU)"
+        ),
     ] = "auto"
     weights: Annotated[
         Literal["auto", "native", "int8", "bf16", "fp32"],

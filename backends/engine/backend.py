@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -378,6 +379,7 @@ class EngineBackend:
         traceback.clear_frames(error.__traceback__)
         del self._engine
         self._speculator.restart()
+        gc.collect()
         try:
             with self._watchdog.guard():
                 self._engine = self._new_engine()

@@ -173,7 +173,7 @@ def test_local_settings_reach_the_local_tenant() -> None:
         ("port", "65536", "a whole number from 0 to 65535"),
         ("port", "-1", "a whole number from 0 to 65535"),
         ("port", "80.5", "a whole number from 0 to 65535"),
-        ("device", "tpu", "auto or cpu"),
+        ("device", "tpu", "auto or cpu or cuda"),
         ("weights", "int4", "auto or native or int8 or bf16 or fp32"),
         ("host", " ", "a text"),
         ("max_sequences", "0", "a whole number of 1 or more"),

@@ -15,6 +15,7 @@ from msgspec import Struct
 from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
 from ..backend import EngineParts
+from ..device import CPU
 from ..loss_errors import LossError
 from ..loss_text import read_documents
 from ..start import EngineOptions, Progress, load_parts
@@ -123,6 +124,8 @@ class QualityReport(Struct, frozen=True, kw_only=True):
 def measure_quality(options: EngineOptions, settings: QualitySettings, progress: Progress) -> QualityReport:
     """Everything, in minutes. Raises `LossError` and `ModelError`."""
     documents = read_documents(settings.files)
+    if options.device != CPU:
+        raise LossError(f"quality is measured on the CPU, not on {options.device}: set device = cpu")
     parts = load_parts(options, progress)
     started_s = time.monotonic()
     windows = _windows(parts, settings, documents)
