@@ -27,8 +27,8 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format lock clean bench-main bench-cache bench-classes bench-prefix bench-scheduler bench-speculation \
-	bench-draft-lengths bench-policy-day bench-tenants study-cache peers bench-peers kernels-table
+.PHONY: help serve test check format lock clean bench-main bench-cache bench-classes bench-low-load bench-prefix bench-scheduler \
+	bench-speculation bench-draft-lengths bench-policy-day bench-tenants study-cache peers bench-peers kernels-table
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ bench-policy-day: $(RUNTIME) ## Simulate a mixed day under each fixed plan and u
 
 bench-tenants: $(RUNTIME) ## Measure tenant files and policies (ARGS="--files 10000")
 	@$(BIN)/python -m surefoot.gateway.tenants_bench $(ARGS)
+
+bench-low-load: $(RUNTIME) ## Measure that nothing waits at low load, beside first come (ARGS="--rounds 2 ...")
+	@$(BIN)/python -m surefoot.bench.low_load_job $(ARGS)
 
 bench-classes: $(RUNTIME) ## Measure promises under a flood, and a cache too small (ARGS="--seconds 20 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_classes $(ARGS)

@@ -24,6 +24,7 @@ from .types import (
     Finished,
     FinishReason,
     FormatStats,
+    FormatTotal,
     GenerateRequest,
     ModelCard,
     Prompt,
@@ -78,6 +79,7 @@ class FakeBackend:
         self.scheduler_view = SchedulerView()
         self.speculation = SpeculationStats()
         self.formats: tuple[FormatStats, ...] = ()
+        self.format_totals: tuple[FormatTotal, ...] = ()
         self.demoted_tokens_total: dict[str, int] = {}
         self.forgotten: list[str] = []
         """Flows whose outputs were to be forgotten."""
@@ -110,6 +112,7 @@ class FakeBackend:
             num_blocks_used=self.num_running,
             block_bytes=BLOCK_BYTES,
             formats=self.formats,
+            format_totals=self.format_totals,
             demoted_tokens_total=self.demoted_tokens_total,
             prompt_tokens_total=self.num_prompt_tokens,
             output_tokens_total=self.num_output_tokens,

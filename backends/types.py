@@ -352,6 +352,18 @@ class FormatStats(Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
 
 
+class FormatTotal(Struct, frozen=True, kw_only=True):
+    """What all running requests hold in one cache format now; shared blocks, and their tokens, count once.
+
+    `fragmentation` is the share of the blocks' room for tokens that holds none.
+    """
+
+    format: str
+    num_tokens: int = 0
+    num_blocks: int = 0
+    fragmentation: float = 0.0
+
+
 class BackendStats(Struct, frozen=True, kw_only=True):
     """What a backend's metrics are made of. Counters only grow, across engine restarts too.
 
@@ -373,6 +385,7 @@ class BackendStats(Struct, frozen=True, kw_only=True):
     block_bytes: int = 0
     """Bytes of a block in all layers, the same in every format."""
     formats: tuple[FormatStats, ...] = ()
+    format_totals: tuple[FormatTotal, ...] = ()
     demoted_tokens_total: dict[str, int] = field(default_factory=dict)
     """Tokens that were demoted, by the format they got."""
     steps_total: int = 0

@@ -1,9 +1,11 @@
 """What the kernels do on a GPU, from inside: `python -m surefoot.bench.device`, in under five minutes.
 
-It checks first: every op against its plain form. The verdict is printed within a minute, and nothing is timed
-if it is bad. Then it times attention in Llama-3.1-8B's shape: decoding over committed tokens, in useful bytes
-a second beside a copy's, per cache format, and prefill beside torch's own attention. `--reference` runs it
-all on a CPU, with the plain ops and small shapes.
+It checks first: every op against its plain form, and graphs of steps against the steps. The verdict is
+printed within a minute, and nothing is timed if it is bad. Then it times a random model in Llama-3.1-8B's
+shape, served by the whole engine with and without drafts, and by transformers: from a token to the next,
+beside the bytes that a step cannot but read. Last comes attention in that shape: decoding over committed
+tokens, in useful bytes a second beside a copy's, per cache format, and prefill beside torch's own attention.
+`--reference` runs it all on a CPU, with the plain ops and small shapes.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from surefoot.kernels.base import Ops
@@ -29,10 +32,14 @@ from surefoot.kernels.reference import ReferenceOps
 from surefoot.kernels.select import select_ops
 
 from .device_checks import Check, run_checks
+from .device_engine import SMALL_LOAD, EngineLoad, time_engine
 from .device_loads import SMALL, DecodeLoad, Shape, decode_load
 
 ROUNDS = 7
 """Timings of which the median counts."""
+
+MAX_SECONDS = 240.0
+"""Nothing further is timed after so long."""
 
 
 class Timing(Struct, frozen=True, kw_only=True):
@@ -60,6 +67,8 @@ class Report(Struct, frozen=True, kw_only=True):
     copy_rate: float
     checks: list[Check]
     timings: list[Timing]
+    is_whole: bool = True
+    """Whether there was time for everything."""
 
 
 def measure_copy(shape: Shape, device: torch.device) -> float:
@@ -103,6 +112,18 @@ def time_prefill(ops: Ops, device: torch.device, shape: Shape) -> Iterator[Timin
             )
 
 
+def time_serving(ops: Ops, device: torch.device, load: EngineLoad, copy_rate: float) -> Iterator[Timing]:
+    """Tokens of a whole engine. A share is that of the rate at which a step without drafts could be read."""
+    for each in time_engine(ops, device, load):
+        yield Timing(
+            name=f"{each.who} x {each.batch}, token to token",
+            seconds=each.seconds,
+            amount=load.step_bytes(each.batch),
+            unit="B",
+            baseline=copy_rate,
+        )
+
+
 def measure(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, the median of some; on a GPU replayed from a graph, so that launches are free."""
     if device.type != "cuda":
@@ -135,16 +156,18 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if not args.reference and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --reference runs on a CPU")
-    device = torch.device("cpu" if args.reference else "cuda")
+    device = torch.device("cpu") if args.reference else torch.device("cuda", 0)
     ops: Ops = ReferenceOps() if args.reference else select_ops(device)
-    report = run(ops, device, SMALL if args.reference else Shape())
+    loads = (SMALL, SMALL_LOAD) if args.reference else (Shape(), EngineLoad())
+    report = run(ops, device, *loads)
     if args.output is not None:
         args.output.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     return 0 if all(check.is_good for check in report.checks) else 1
 
 
-def run(ops: Ops, device: torch.device, shape: Shape) -> Report:
+def run(ops: Ops, device: torch.device, shape: Shape, load: EngineLoad) -> Report:
     """Check, and if all is well time; print each result as it is there."""
+    begun_s = time.monotonic()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     _print(f"{ops.name} on {name}, torch {torch.__version__}")
     checks = list(run_checks(ops, device, shape))
@@ -158,11 +181,18 @@ def run(ops: Ops, device: torch.device, shape: Shape) -> Report:
         return Report(device=name, ops=ops.name, copy_rate=0.0, checks=checks, timings=[])
     copy_rate = measure_copy(shape, device)
     _print(f"copy: {copy_rate / 1e9:.0f} GB/s, read and written")
-    timings = []
-    for timing in (*time_decoding(ops, device, shape, copy_rate), *time_prefill(ops, device, shape)):
+    report = Report(device=name, ops=ops.name, copy_rate=copy_rate, checks=checks, timings=[])
+    for timing in chain(
+        time_serving(ops, device, load, copy_rate),
+        time_decoding(ops, device, shape, copy_rate),
+        time_prefill(ops, device, shape),
+    ):
         _print(timing.line)
-        timings.append(timing)
-    return Report(device=name, ops=ops.name, copy_rate=copy_rate, checks=checks, timings=timings)
+        report.timings.append(timing)
+        if time.monotonic() - begun_s > MAX_SECONDS:
+            _print(f"stopped after {MAX_SECONDS:.0f} s")
+            return replace(report, is_whole=False)
+    return report
 
 
 def _decode(ops: Ops, shape: Shape, load: DecodeLoad) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
+from surefoot.backends.engine.device import Called, capture_on
+from surefoot.backends.engine.device_runner import DeviceRunner
+from surefoot.backends.engine.settings import EngineSettings
 from surefoot.kernels.base import Ops, Past, SampleRows
 from surefoot.kernels.layout import FORMATS, INT4, CacheFormat
 from surefoot.kernels.reference import ReferenceOps
 
-from .device_loads import Shape, on, slots_of
+from .device_loads import Shape, on, slots_of, verification_step
+from .device_model import TINY, random_model
 
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest norm of an error over the norm of the result, as the kernels' tests have it."""
@@ -41,6 +47,7 @@ def run_checks(ops: Ops, device: torch.device, shape: Shape) -> Iterator[Check]:
     for cache_format in FORMATS:
         yield from _cache(ops, device, shape, cache_format)
     yield _sample(ops, device)
+    yield from _steps(ops, device, shape.dtype)
 
 
 def _rowwise(ops: Ops, device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
@@ -104,6 +111,45 @@ def _sample(ops: Ops, device: torch.device) -> Check:
     logits = torch.randn(9, 20000) * 3
     actual = ops.sample(logits.to(device), on(rows, device)).cpu()
     return Check(name="sample", error=float((actual != ReferenceOps().sample(logits, rows)).sum()), limit=0.0)
+
+
+def _steps(ops: Ops, device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+    """Logits of steps that are replayed beside those of the same steps as they are, and how many replayed
+    ones the host waited in. Each kind of step comes three times: as it is, captured, replayed.
+    """
+    loaded = random_model(TINY, ops, device, dtype)
+    settings = EngineSettings(cache_bytes=1 << 20, max_sequences=4, max_batched_tokens=64)
+    replaying = DeviceRunner(loaded.model, ops, settings, dtype, capture_on(device))
+    plain = DeviceRunner(loaded.model, ops, settings, dtype, Called)
+    error, num_waits, lengths = 0.0, 0, [0, 0, 0]
+    for number, rows in enumerate(([1], [1, 1, 1], [2, 1, 3]) * 3):
+        step = verification_step(lengths, rows)
+        expected = plain.run(step).cpu()
+        plain.commit(step)
+        try:
+            with _no_waits(device if number >= 6 else torch.device("cpu")):
+                logits = replaying.run(step)
+                replaying.commit(step)
+        except RuntimeError:
+            num_waits += 1
+            logits = replaying.run(step)
+        error = max(error, _error(logits, expected))
+        lengths = [length + more for length, more in zip_longest(lengths, rows, fillvalue=0)]
+    yield Check(name="graphs of steps", error=error, limit=MAX_ERROR[dtype])
+    yield Check(name="waits in steps", error=float(num_waits), limit=0.0)
+
+
+@contextmanager
+def _no_waits(device: torch.device) -> Iterator[None]:
+    """On a GPU, `RuntimeError` where torch would wait for it, as far as torch can tell."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
+from surefoot.backends.engine.step_input import StepInput
 from surefoot.kernels.base import Past, Slots
-from surefoot.kernels.layout import BlockLayout, CacheFormat
+from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout, CacheFormat
 
 MIN_BYTES = 512 << 20
 """What one timing reads at least, in layers of their own: several times what a GPU's caches hold."""
@@ -93,6 +96,28 @@ def slots_of(layout: BlockLayout, cache_format: CacheFormat, tokens: Tensor, fir
     capacity = layout.capacity(cache_format)
     return Slots(
         blocks=(first_block + tokens // capacity).int(), slots=(tokens % capacity).int(), format=cache_format
+    )
+
+
+def verification_step(lengths: Sequence[int], rows: Sequence[int]) -> StepInput:
+    """The next rows of sequences that have so many tokens; sequence s owns 8 blocks, from block 8 * s on."""
+    owners = [s for s, count in enumerate(rows) for _ in range(count)]
+    positions = torch.tensor([lengths[s] + i for s, count in enumerate(rows) for i in range(count)])
+    number = torch.arange(len(positions))
+    return StepInput(
+        token_ids=7 * positions + 3 * torch.tensor(owners),
+        positions=positions,
+        cu_rows=torch.tensor([0, *accumulate(rows)], dtype=torch.int32),
+        past=(
+            Past(
+                block_table=torch.arange(8 * len(rows), dtype=torch.int32).view(-1, 8),
+                lengths=torch.tensor(lengths[: len(rows)], dtype=torch.int32),
+            ),
+        ),
+        logit_rows=number,
+        logit_spans=[],
+        blocks=(8 * torch.tensor(owners) + positions // BLOCK_TOKENS).int(),
+        slots=(positions % BLOCK_TOKENS).int(),
     )
 
 

@@ -131,7 +131,9 @@ class PlannedSimulation(Simulation):
         decide: Decide,
         accepts: Mapping[str, float],
     ) -> None:
-        super().__init__(machine, PlannedScheduler, promises)
+        # A plan's blocks are counted, not filled, so there are no prefixes to find in them.
+        settings = replace(machine.settings, prefix_cache=False)
+        super().__init__(replace(machine, settings=settings), PlannedScheduler, promises)
         self._decide = decide
         self._accepts = accepts
         self._controller = Controller(machine.settings.speculation)

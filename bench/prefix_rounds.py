@@ -112,8 +112,8 @@ async def measure(job: PrefixJob, say: Callable[[str], None]) -> PrefixResult:
                 HttpClient(server.url, headers[0]) as first,
                 HttpClient(server.url, headers[1]) as second,
             ):
-                served_id = await _served_id(first)
-                askers = Asker(first, served_id), Asker(second, served_id)
+                model_id = await served_id(first)
+                askers = Asker(first, model_id), Asker(second, model_id)
                 return await _measure(job, model, askers, say)
 
 
@@ -122,7 +122,7 @@ async def _measure(
 ) -> PrefixResult:
     random = Random(job.seed)
     for asker in askers * NUM_WARMUP:
-        await asker.ask(_prompt(random, job.probe_tokens))
+        await asker.ask(random_prompt(random, job.probe_tokens))
     say(f"{job.pairs} prompts of {job.prompt_tokens} tokens, each twice")
     cold, hits = await ask_twice(job, askers[0], random)
     say(f"{2 * job.samples} prompts of {job.probe_tokens} tokens, half of them the other tenant's")
@@ -144,7 +144,7 @@ async def ask_twice(job: PrefixJob, asker: Asker, random: Random) -> tuple[list[
     """Fresh prompts, and each again."""
     cold, hits = [], []
     for _ in range(job.pairs):
-        prompt = _prompt(random, job.prompt_tokens)
+        prompt = random_prompt(random, job.prompt_tokens)
         cold.append(await asker.ask(prompt))
         hits.append(await asker.ask(prompt))
     return cold, hits
@@ -162,9 +162,9 @@ async def probe(
     kinds = [others, never_seen] * job.samples
     random.shuffle(kinds)
     for number, kind in enumerate(kinds, 1):
-        prompt = _prompt(random, job.probe_tokens)
+        prompt = random_prompt(random, job.probe_tokens)
         await first.ask(prompt)
-        fresh = _prompt(random, job.probe_tokens)
+        fresh = random_prompt(random, job.probe_tokens)
         kind.append(await second.ask(prompt if kind is others else fresh))
         if number % SAY_EVERY == 0:
             say(f"{number} of {len(kinds)}")
@@ -194,7 +194,8 @@ def _make_tenant(folder: Path, tenant: str) -> str:
     return key
 
 
-async def _served_id(client: HttpClient) -> str:
+async def served_id(client: HttpClient) -> str:
+    """The model that a server names first. `BenchError` if it names none."""
     head, body = await client.get("/v1/models")
     if head.status != 200:
         raise BenchError(f"the server answered {head.status} when it was asked for its models")
@@ -202,7 +203,8 @@ async def _served_id(client: HttpClient) -> str:
     return str(models[0]["id"])
 
 
-def _prompt(random: Random, num_tokens: int) -> list[int]:
+def random_prompt(random: Random, num_tokens: int) -> list[int]:
+    """Token ids that no cache has seen."""
     return random.choices(TOKEN_IDS, k=num_tokens)
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -163,7 +163,10 @@ SIMULATE_SETTINGS = (
     "model",
     "served_model_id",
     "weights",
+    "device",
     "threads",
+    "scheduler",
+    "prefix_cache",
     "max_sequences",
     "max_batched_tokens",
     "max_waiting",
@@ -228,7 +231,6 @@ class SimulateFlags:
     output_tokens: Annotated[int, Parameter(help="Without a trace: mean length of answers")] = 128
     seed: Annotated[int, Parameter(help="Without a trace: another seed, other requests")] = 0
     speed: Annotated[float, Parameter(help="How many times as fast as measured the machine is")] = 1.0
-    scheduler: Annotated[Literal["promise", "first-come"], Parameter(help="Who decides")] = "promise"
     cost: Annotated[
         Path | None, Parameter(help="File of step costs [what the model's server kept, else measured now]")
     ] = None

@@ -15,7 +15,8 @@ MAX_SEQUENCES = 128
 """Prompts times choices of one request."""
 MAX_TOKEN_IDS = 1_000_000
 """More would hold up the event loop, and no model has such a context."""
-MAX_BIASES = 1024
+MAX_TOKEN_RULES = 1024
+"""Entries of `logit_bias` or `stop_token_ids`: they cost time at every token. OpenAI allows about 300."""
 MAX_STOPS = 4
 MAX_CHAT_LOGPROBS = 20
 MAX_TEXT_LOGPROBS = 5
@@ -68,6 +69,12 @@ def check_range(name: str, value: float, allowed: Range) -> None:
     """Raise `InvalidValue`, with the value and the limit, if it is not allowed."""
     if value not in allowed:
         raise InvalidValue(f"'{name}' must be {allowed}, but it is {value}.", name)
+
+
+def check_token_rules(name: str, num_rules: int) -> None:
+    """Raise `InvalidValue` if a field has more rules for tokens than a step has time for."""
+    if num_rules > MAX_TOKEN_RULES:
+        raise InvalidValue(f"'{name}' has {num_rules} entries, more than {MAX_TOKEN_RULES}.", name)
 
 
 def check_token_ids(name: str, token_ids: Sequence[Any]) -> None:

@@ -26,7 +26,7 @@ from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
 
 from .buckets import LAG_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
-from .cache_metrics import CacheCollector
+from .cache_metrics import CacheCollector, EndedCacheMetrics
 from .promise_metrics import PromiseMetrics
 from .record import RequestRecord
 from .speculation_metrics import SpeculationCollector
@@ -50,6 +50,7 @@ GAUGES = (
     Reading("vllm:kv_cache_usage_perc", "Share of the cache's blocks in use; 1 is all.", lambda s: _usage(s)),
     Reading("surefoot_cache_blocks", "Blocks that the cache has.", lambda s: s.num_blocks),
     Reading("surefoot_cache_blocks_used", "Blocks that requests hold.", lambda s: s.num_blocks_used),
+    Reading("surefoot_cache_blocks_free", "Blocks that nobody holds.", lambda s: _num_free(s)),
     Reading("surefoot_cache_blocks_cached", "Free blocks with a prefix.", lambda s: s.num_blocks_cached),
     Reading("surefoot_cache_block_bytes", "Bytes of a block, in any format.", lambda s: s.block_bytes),
     Reading("surefoot_step_sequences", "Sequences of the last step.", lambda s: s.last_step_sequences),
@@ -109,6 +110,7 @@ class Metrics:
             registry=registry,
         )
         self._promises = PromiseMetrics(registry)
+        self._ended_cache = EndedCacheMetrics(registry)
         self._requests = Counter(
             "surefoot_requests", "HTTP requests.", ("tenant", "route", "method", "status"), registry=registry
         )
@@ -136,6 +138,7 @@ class Metrics:
         labels = (record.tenant_id or "", record.route or "unknown", record.method if known else "unknown")
         self._requests.labels(*labels, str(record.status)).inc()
         self._promises.observe(record)
+        self._ended_cache.observe(record)
         if record.model is None or not record.started:
             return
         for reason in record.end_reasons:
@@ -253,6 +256,10 @@ def _filled(family: F, reading: Reading, stats: Iterable[tuple[str, BackendStats
     for model, each in stats:
         family.add_metric([model], reading.read(each))
     return family
+
+
+def _num_free(stats: BackendStats) -> int:
+    return stats.num_blocks - stats.num_blocks_used
 
 
 def _usage(stats: BackendStats) -> float:

@@ -30,6 +30,8 @@ class PromiseMetrics:
         )
         self._promised = count("surefoot_requests_with_target", "Requests of classes that have targets.")
         self._kept = count("surefoot_requests_within_target", "Those whose targets were all met.")
+        self._prompt = count("surefoot_prompt_tokens", "Prompt tokens of requests that finished.")
+        self._cached = count("surefoot_cached_tokens", "Of those, tokens that were in the prefix cache.")
         self._preemptions = count("surefoot_preemptions", "Times that a request was put back.")
         self._refusals = count(
             "surefoot_refusals", "Good requests that were not taken, by reason.", (*LABELS, "reason")
@@ -47,6 +49,9 @@ class PromiseMetrics:
             self._kept.labels(*labels).inc(record.within_target)
         if record.started:
             self._preemptions.labels(*labels).inc(record.num_preemptions)
+        if record.timings:
+            self._prompt.labels(*labels).inc(record.num_prompt_tokens)
+            self._cached.labels(*labels).inc(record.num_cached_tokens)
         for each in record.timings:
             self._queue.labels(*labels).observe(each.queue_s)
             if each.ttft_s is not None:

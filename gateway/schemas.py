@@ -18,7 +18,6 @@ from .fields import refuse_unsupported
 from .hints import CacheWish, Prediction, SpeculationWish
 from .limits import (
     BIAS,
-    MAX_BIASES,
     MAX_PROMPTS,
     MAX_SEQUENCES,
     MAX_STOPS,
@@ -30,6 +29,7 @@ from .limits import (
     Range,
     check_range,
     check_token_ids,
+    check_token_rules,
 )
 from .messages import Message, read_messages
 from .sla import check_tier
@@ -124,6 +124,7 @@ class SamplingFields(Struct, forbid_unknown_fields=True, kw_only=True):
             if not stop:
                 raise InvalidValue("'stop' must not contain an empty string.", "stop")
         check_token_ids("stop_token_ids", self.stop_token_ids or ())
+        check_token_rules("stop_token_ids", len(self.stop_token_ids or ()))
         _read_logit_bias(self.logit_bias)
 
     def _check_stream(self) -> None:
@@ -290,8 +291,7 @@ def _check_stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _read_logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     read = {}
-    if bias is not None and len(bias) > MAX_BIASES:
-        raise InvalidValue(f"'logit_bias' has {len(bias)} entries, more than {MAX_BIASES}.", "logit_bias")
+    check_token_rules("logit_bias", len(bias or ()))
     for key, value in (bias or {}).items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) in TOKEN_ID):
             raise InvalidValue(

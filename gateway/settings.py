@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from msgspec import NODEFAULT, Struct, field
 from msgspec.structs import fields
 
-from surefoot.policies.bounds import MAX_DRAFT
+from surefoot.policies.bounds import FORMATS, MAX_DRAFT, Format
 
 from .setting_types import (
     ByteSize,
@@ -78,8 +78,10 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     ] = "127.0.0.1"
     port: Annotated[int, Setting(whole(0, 65535), "Port to listen on; 0 takes a free one")] = 8000
     device: Annotated[
-        Literal["auto", "cpu"],
-        Setting(one_of("auto", "cpu"), "Where the model runs; so far that is the CPU"),
+        Literal["auto", "cpu", "cuda"],
+        Setting(
+            one_of("auto", "cpu", "cuda"), "Where the model runs (auto: a GPU that torch sees, or the CPU)"
+        ),
     ] = "auto"
     weights: Annotated[
         Literal["auto", "native", "int8", "bf16", "fp32"],
@@ -111,6 +113,10 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
             whole(0, MAX_DRAFT), "Without tenants: longest draft, from the request's own text (0 for none)"
         ),
     ] = 0
+    local_cache_format: Annotated[
+        Format,
+        Setting(one_of(*FORMATS), "Without tenants: bits of K and V in the cache, fewer for more tokens"),
+    ] = FORMATS[0]
     synthetic_acceptance: Annotated[
         tuple[float, ...] | None,
         Setting(
@@ -118,6 +124,13 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
             "For benchmarks: accept drafts at these rates by position, e.g. 0.8,0.6; answers are nonsense",
         ),
     ] = None
+    scheduler: Annotated[
+        Literal["promise", "first-come"],
+        Setting(
+            one_of("promise", "first-come"),
+            "Who runs next: by class and target, or first come, first served (to compare)",
+        ),
+    ] = "promise"
     max_sequences: Annotated[int, Setting(whole(1), "Sequences that run at once")] = 64
     max_batched_tokens: Annotated[
         int,

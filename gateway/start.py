@@ -12,9 +12,10 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
+from surefoot.backends.engine.device import find_device
 from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
 from surefoot.backends.engine.loss_errors import LossError
-from surefoot.backends.engine.model_errors import ModelError, ModelNotFound
+from surefoot.backends.engine.model_errors import DeviceNotFound, ModelError, ModelNotFound
 from surefoot.backends.engine.quality.measure import QualitySettings, measure_quality, write_report
 from surefoot.backends.engine.quality.report import report_plot
 from surefoot.backends.engine.quality.report import report_text as quality_text
@@ -48,6 +49,7 @@ SHARED_WITH_ENGINE = (
     "max_sequences",
     "max_waiting",
     "max_waiting_s",
+    "scheduler",
     "synthetic_acceptance",
     "threads",
     "watchdog_s",
@@ -170,16 +172,21 @@ def load_tenants(
 ) -> tuple[Tenants, TenantWatch | None]:
     """The tenants of the settings' folder, and what keeps them up to date. Raises `TenantFileError`."""
     if settings.tenants is None:
-        return Tenants(local=local_tenant(settings.local_max_draft)), None
+        return Tenants(local=local_tenant(settings.local_max_draft, settings.local_cache_format)), None
     folder = TenantFolder(settings.tenants, policies, classes)
     tenants = Tenants(folder.load().tenants, keys_required=True)
     return tenants, TenantWatch(folder, tenants, settings.tenants_reload_s)
 
 
 def engine_options(settings: ServeSettings) -> EngineOptions:
-    """What of the settings concerns the engine."""
+    """What of the settings concerns the engine. Raises `SettingsError` where the device is not there."""
     values = asdict(settings)
+    try:
+        device = find_device(settings.device)
+    except DeviceNotFound as error:
+        raise SettingsError(str(error)) from error
     return EngineOptions(
+        device=device,
         model=locate_model(settings.model),
         model_id=settings.served_model_id or default_model_id(settings.model),
         weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),

@@ -30,7 +30,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from surefoot.policies.bounds import (
+    FORMATS,
     CacheBounds,
+    Format,
     PlanBounds,
     ScheduleBounds,
     SpeculationBounds,
@@ -156,12 +158,18 @@ LOCAL_TENANT = Tenant(id="local", key_hashes=())
 """Everybody, where there are no tenant files."""
 
 
-def local_tenant(max_draft: int) -> Tenant:
-    """`LOCAL_TENANT`, with drafts of up to so many tokens from the request itself: 0 for none."""
-    if not max_draft:
-        return LOCAL_TENANT
-    drafts = SpeculationBounds(max_draft=max_draft, proposers=("prediction", "ngram"), per_request=True)
-    return replace(LOCAL_TENANT, policy="fixed", speculation=drafts)
+def local_tenant(max_draft: int, cache_format: Format = FORMATS[0]) -> Tenant:
+    """`LOCAL_TENANT`, with drafts of up to so many tokens from the request itself (0 for none), and its cache
+    in this format. Its requests may ask for less of either.
+    """
+    tenant = LOCAL_TENANT
+    if max_draft:
+        drafts = SpeculationBounds(max_draft=max_draft, proposers=("prediction", "ngram"), per_request=True)
+        tenant = replace(tenant, policy="fixed", speculation=drafts)
+    if cache_format != FORMATS[0]:
+        cache = CacheBounds(format=cache_format, per_request=True)
+        tenant = replace(tenant, policy="fixed", cache=cache)
+    return tenant
 
 
 class Grant(Struct, frozen=True):

@@ -102,6 +102,9 @@ class Ops(Protocol):
     where no such number is known.
     """
 
+    is_asynchronous: bool
+    """Whether ops return before they are done, as on a GPU: to look at a number is then to wait."""
+
     def prepare_linear(self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None) -> Any:
         """Turn a `[out, in]` weight (and `[out]` bias) into what this set's `linear` takes; done once, at
         load.
@@ -111,7 +114,7 @@ class Ops(Protocol):
         """
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """`x` `[N, in]` float32 -> `[N, out]` float32."""
+        """`x` `[N, in]` -> `[N, out]` in its dtype."""
 
     def embed(self, numbers: Tensor, weight: Any) -> Tensor:
         """Rows of the matrix that `prepare_linear` was given: `numbers` int64 `[N]` -> float32 `[N, in]`."""
@@ -171,9 +174,12 @@ class Ops(Protocol):
         past: AnyPast,
         scale: float,
         lse: Tensor | None = None,
+        *,
+        max_rows: int | None = None,
     ) -> Tensor:
         """Past and present attention, merged: `[N, H, D]`. One call where an op set can save the passes
-        between. `lse` `[N, H]`, if given, receives the merged log-sum-exp.
+        between. `lse` `[N, H]`, if given, receives the merged log-sum-exp. `max_rows`, if the caller knows
+        how many rows a sequence has at most, may save work.
         """
 
     def past_mass(

@@ -32,6 +32,7 @@ class ReferenceOps(PlainOps):
 
     name = "reference"
     head_dims = range(1, 1 << 16)
+    is_asynchronous = False
 
     def prepare_linear(
         self, weight: AnyWeight | Sequence[AnyWeight], bias: Tensor | None = None
@@ -129,6 +130,8 @@ class ReferenceOps(PlainOps):
         past: AnyPast,
         scale: float,
         lse: Tensor | None = None,
+        *,
+        max_rows: int | None = None,
     ) -> Tensor:
         """The three ops one after another."""
         old, old_lse = self.past_attention(q, cu_rows, layer, layout, past, scale)

@@ -18,6 +18,7 @@ Progress = Callable[[str, int, int], None]
 def select_ops(
     device: torch.device | str,
     *,
+    dtype: torch.dtype = torch.bfloat16,
     cache_dir: Path | None = None,
     num_threads: int | None = None,
     progress: Progress | None = None,
@@ -25,15 +26,16 @@ def select_ops(
     """The fastest op set for a device; its `name` is worth a line in the log.
 
     On a CPU kernels are compiled into `cache_dir` (None: nothing is kept) and run on `num_threads` threads
-    (None: one per core that this process may use). On a GPU (torch calls ROCm's `cuda` too) Triton compiles
-    them when they are first launched, into a cache of its own. Elsewhere it is the reference.
+    (None: one per core that this process may use). On a GPU (torch calls ROCm's `cuda` too) activations
+    are in `dtype`, and Triton compiles when a kernel is first launched, into a cache of its own. Elsewhere it
+    is the reference.
     """
     # Imports stand here and not above: numba and triton take a while, and each serves one path.
     kind = torch.device(device).type
     if kind == "cuda":
         from .triton.ops import TritonOps
 
-        return TritonOps()
+        return TritonOps(dtype)
     if kind != "cpu":
         return ReferenceOps()
     from .cpu.launch import Launcher

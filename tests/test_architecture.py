@@ -42,7 +42,7 @@ POLICY_DAY = "bench/policy_day"
 LIBRARY_HOMES = {
     "litestar": ("gateway/",),
     "torch": ("backends/engine/", "kernels/", PEERS, DEVICE),
-    "transformers": ("backends/engine/", PEERS),
+    "transformers": ("backends/engine/", PEERS, DEVICE),
     "gguf": ("backends/engine/", PEERS),
     "safetensors": ("backends/engine/",),
     "numba": ("kernels/",),
@@ -127,7 +127,7 @@ def why_forbidden_inside(file: str, module: str) -> str | None:
     source, target = file.split("/")[0], module.split(".")[0]
     if ALONE in (source, target) and source != target:
         is_command = file == "gateway/cli.py" and module == "bench.cli"
-        is_inside = file.startswith(DEVICE) and module.startswith(("kernels.", "backends.engine."))
+        is_inside = file.startswith(DEVICE) and module.startswith(("kernels.", "backends."))
         is_day = file.startswith(POLICY_DAY) and module.startswith(("policies.", "backends."))
         return (
             None

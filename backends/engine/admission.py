@@ -18,9 +18,6 @@ from surefoot.backends.types import (
 from .cache_rule import PLAN_FORMATS, CacheSpace
 from .sequence import Request
 
-MAX_TOKEN_RULES = 1024
-"""Entries of `logit_bias` or `stop_token_ids`: they cost time at every token. OpenAI allows about 300."""
-
 
 def admit(
     message: GenerateRequest,
@@ -43,16 +40,9 @@ def admit(
     if not prompt_token_ids:
         raise InvalidPrompt("the prompt is empty: it has no tokens", "prompt")
     _check_token_ids("prompt", prompt_token_ids, vocab_size)
-    for param in ("logit_bias", "stop_token_ids"):
-        if (count := len(getattr(params, param))) > MAX_TOKEN_RULES:
-            raise RequestError(f"{param} has {count} entries; at most {MAX_TOKEN_RULES} are allowed", param)
     _check_token_ids("logit_bias", params.logit_bias, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     num_prompt = len(prompt_token_ids)
-    if message.plan.cache.format not in PLAN_FORMATS:
-        raise RequestError(
-            f"the plan's cache format {message.plan.cache.format!r} is none of {', '.join(PLAN_FORMATS)}"
-        )
     limit = context_limit(message.plan.cache, max_model_len, space)
     longest = max_model_len if space is None else space.longest(message.plan.cache, num_prompt)
     room = min(limit, longest) - num_prompt
@@ -76,7 +66,12 @@ def admit(
 
 
 def context_limit(plan: CachePlan, max_model_len: int, space: CacheSpace | None) -> int:
-    """The longest that a plan lets prompt and output be together, whatever the cache then has room for."""
+    """The longest that a plan lets prompt and output be together, whatever the cache then has room for.
+
+    Raises `RequestError` for a format that there is not.
+    """
+    if plan.format not in PLAN_FORMATS:
+        raise RequestError(f"the plan's cache format {plan.format!r} is none of {', '.join(PLAN_FORMATS)}")
     is_full = space is None or space.rule(plan, 1) is None
     model_len = max_model_len if is_full or space is None else space.max_context
     return model_len if plan.max_context is None else min(plan.max_context, model_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -29,6 +30,7 @@ from surefoot.backends.types import (
     Event,
     Finished,
     FormatStats,
+    FormatTotal,
     GenerateRequest,
     ModelCard,
     Prompt,
@@ -42,12 +44,13 @@ from surefoot.kernels.base import Ops
 
 from .admission import admit, check_length, check_prediction, context_limit
 from .cache_rule import FULL_NAME, CacheSpace
+from .cache_use import formats_of, totals_of
 from .door import Door
 from .engine import Engine, EngineCounters, Output
 from .machine_file import MachineCost, save_machine
 from .mailbox import Mailbox
 from .prepare import LoadedModel
-from .scheduler_load import UnitCost, formats_of, load_of, view_of
+from .scheduler_load import UnitCost, load_of, view_of
 from .sequence import Request
 from .settings import EngineSettings
 from .speculation.speculator import Speculator
@@ -148,6 +151,7 @@ class EngineBackend:
         self._max_model_len: int | None = None
         self._space: CacheSpace | None = None
         self._formats: tuple[FormatStats, ...] = ()
+        self._format_totals: tuple[FormatTotal, ...] = ()
         self._thread: threading.Thread | None = None
         self._rested = asyncio.Event()
 
@@ -171,6 +175,7 @@ class EngineBackend:
             refusals_total=dict(self._door.num_refused),
             speculation=self._speculation,
             formats=self._formats,
+            format_totals=self._format_totals,
         )
 
     @property
@@ -374,6 +379,7 @@ class EngineBackend:
         traceback.clear_frames(error.__traceback__)
         del self._engine
         self._speculator.restart()
+        gc.collect()
         try:
             with self._watchdog.guard():
                 self._engine = self._new_engine()
@@ -425,6 +431,7 @@ class EngineBackend:
         self._view = view_of(engine.scheduler, self._door.load, now_s)
         self._speculation = self._speculator.stats
         self._formats = formats_of(engine.scheduler.running)
+        self._format_totals = totals_of(engine.scheduler.running)
         self._machine = MachineCost(num_blocks=engine.pool.num_blocks, cost=engine.costs.cost)
         self._published_s = now_s
 

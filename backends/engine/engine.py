@@ -27,12 +27,13 @@ from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 from .block_pool import BlockPool
 from .cache_rule import CacheSpace, format_name
 from .choice_stream import ChoiceStream, joined
-from .cost_model import CostModel, StepCost, StepSample, StepShape, fit
+from .cost_model import CostModel, StepCost, StepSample, StepShape
 from .demotion import Move
+from .device_runner import bytes_of_block, make_runner
 from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
 from .promise_scheduler import PromiseScheduler
-from .runner import ModelRunner, build_step, in_step_order, kept_rows
+from .runner import build_step, in_step_order, kept_rows
 from .sampler import NonFiniteLogits, Sampled, SampledRow, Sampler
 from .scheduler import MakeScheduler, ScheduledChunk, Scheduler, shape_of
 from .sequence import Request, Sequence, SequenceStatus
@@ -40,7 +41,7 @@ from .settings import EngineSettings
 from .speculation.draft_model import DraftModel
 from .speculation.speculator import Speculator
 from .step_input import StepInput
-from .warm_up import Shape, run_shapes, warm_up_requests
+from .warm_up import Shape, measured_cost, warm_up_requests
 
 log = structlog.get_logger()
 
@@ -98,7 +99,15 @@ class Engine:
         """
         self._tokenizer = loaded.tokenizer
         self._clock = clock
-        self._runner = ModelRunner(loaded.model, ops, settings, cache_dtype)
+        self._compiles_late = ops.is_asynchronous
+        """A GPU's kernels are compiled when they are first launched, which is not what steps cost."""
+        self._runner = make_runner(
+            loaded.model,
+            ops,
+            settings,
+            cache_dtype,
+            block_bytes_beside=0 if draft is None else bytes_of_block(draft.model, cache_dtype),
+        )
         self._sampler = Sampler(ops, loaded.tokenizer)
         self.speculator = speculator or Speculator(settings.speculation)
         self.speculator.draft_model = (
@@ -153,8 +162,10 @@ class Engine:
     def warm_up(self) -> None:
         """Run steps of several shapes: first-time costs are met, and what steps cost is known."""
         counted, self.counters = self.counters, EngineCounters()
-        samples = run_shapes(self._run_shape, self._clock)
-        self.costs.refit(fit(samples, StepCost.guess(self.costs.cost.tile_rows)))
+        guess = StepCost.guess(self.costs.cost.tile_rows)
+        self.costs.refit(
+            measured_cost(self._run_shape, self._clock, guess, compiles_late=self._compiles_late)
+        )
         self.counters = counted
         if self.speculator.draft_model is not None:
             self.speculator.draft_model.warm_up()

@@ -55,8 +55,9 @@ class Model:
         `max_model_len` bounds the positions that will be asked for (None: what the model takes).
         """
         self.config = config
+        self.device = torch.device(device)
         self._ops = ops
-        loader = _Loader(config, source, ops, mode, torch.device(device))
+        loader = _Loader(config, source, ops, mode, self.device)
         self._embedding = loader.linear("model.embed_tokens", has_bias=False)
         self._head = (
             self._embedding if config.tie_word_embeddings else loader.linear("lm_head", has_bias=False)
@@ -68,7 +69,7 @@ class Model:
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """`token_ids` and `positions` `[N]` int64 -> normed hidden states `[N, hidden]` float32."""
+        """`token_ids` and `positions` `[N]` int64 -> normed hidden states `[N, hidden]`."""
         ops, eps = self._ops, self.config.rms_norm_eps
         rope = ops.take(self._cos, positions), ops.take(self._sin, positions)
         residual = ops.embed(token_ids, self._embedding)
@@ -82,7 +83,7 @@ class Model:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of hidden states `[R, hidden]` -> `[R, vocab]` float32."""
+        """Rows of hidden states `[R, hidden]` -> `[R, vocab]` in their dtype."""
         return self._ops.linear(hidden, self._head)
 
     def _qkv(

@@ -4,7 +4,8 @@ ModelError
 ├── ModelNotFound       nothing that can be read lies at the path
 ├── UnsupportedModel    a model we cannot run; the message ends with what we can
 ├── BadModelFiles       a model we could run, but its files are incomplete, damaged or contradictory
-└── DraftMismatch       a draft model whose tokens are not those of the model that it is to draft for
+├── DraftMismatch       a draft model whose tokens are not those of the model that it is to draft for
+└── DeviceNotFound      the device that was asked for is not there
 """
 
 from __future__ import annotations
@@ -37,3 +38,7 @@ class BadModelFiles(ModelError):
 
 class DraftMismatch(ModelError):
     """A draft model's tokens are not those of the model that it is to draft for."""
+
+
+class DeviceNotFound(ModelError):
+    """The device that was asked for is not there."""

@@ -110,7 +110,8 @@ class ModelRunner:
     """
 
     def __init__(self, model: Model, ops: Ops, settings: EngineSettings, cache_dtype: torch.dtype) -> None:
-        config = model.config
+        config, device = model.config, model.device
+        assert settings.cache_bytes is not None
         self._model = model
         self._ops = ops
         self.layout = BlockLayout(
@@ -123,11 +124,14 @@ class ModelRunner:
                 f" {config.num_layers * self.layout.block_bytes} bytes in this model"
             )
         cache_shape = (config.num_layers, self.num_blocks, self.layout.block_bytes)
-        # numpy's zeros are pages that the system gives on first use; torch would write them all now.
-        self._cache = torch.from_numpy(np.zeros(cache_shape, dtype=np.uint8))
+        if device.type == "cpu":
+            # numpy's zeros are pages that the system gives on first use; torch would write them all now.
+            self._cache = torch.from_numpy(np.zeros(cache_shape, dtype=np.uint8))
+        else:
+            self._cache = torch.zeros(cache_shape, dtype=torch.uint8, device=device)
         rows = (config.num_layers, settings.max_batched_tokens, config.num_kv_heads, config.head_dim)
-        self._step_k = torch.zeros(rows, dtype=cache_dtype)
-        self._step_v = torch.zeros(rows, dtype=cache_dtype)
+        self._step_k = torch.zeros(rows, dtype=cache_dtype, device=device)
+        self._step_v = torch.zeros(rows, dtype=cache_dtype, device=device)
         self._scale = config.attention_scale
         self._replay = StepReplay(model, ops, self._attend, max_rows=settings.max_batched_tokens)
 
@@ -141,13 +145,21 @@ class ModelRunner:
         hidden = self._model.forward(step.token_ids, step.positions, attend)
         return self._model.logits(hidden[step.logit_rows])
 
-    def _attend(self, num_rows: int, cu_rows: Tensor, past: tuple[Past, ...], num_rotated: int) -> Attend:
+    def _attend(
+        self,
+        num_rows: int,
+        cu_rows: Tensor,
+        past: tuple[Past, ...],
+        num_rotated: int,
+        max_rows: int | None = None,
+    ) -> Attend:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if num_rotated:
                 self._ops.rotate_heads(q[num_rows - num_rotated :])
                 self._ops.rotate_heads(k[num_rows - num_rotated :])
             self._ops.keep(k, v, self._step_k[layer, :num_rows], self._step_v[layer, :num_rows])
-            return self._ops.attention(q, k, v, cu_rows, self._cache[layer], self.layout, past, self._scale)
+            cache = self._cache[layer], self.layout, past
+            return self._ops.attention(q, k, v, cu_rows, *cache, self._scale, max_rows=max_rows)
 
         return attend
 
@@ -168,12 +180,11 @@ class ModelRunner:
     def move(self, moves: Iterable[Move]) -> None:
         """Carry out what demotion planned, one after the other."""
         for move in moves:
-            self._ops.demote(self._cache, self.layout, _slots(move.source), _slots(move.target))
+            self._ops.demote(self._cache, self.layout, self._slots(move.source), self._slots(move.target))
 
-
-def _slots(places: Places) -> Slots:
-    return Slots(
-        blocks=torch.tensor(places.blocks, dtype=torch.int32),
-        slots=torch.tensor(places.slots, dtype=torch.int32),
-        format=places.format,
-    )
+    def _slots(self, places: Places) -> Slots:
+        return Slots(
+            blocks=torch.tensor(places.blocks, dtype=torch.int32),
+            slots=torch.tensor(places.slots, dtype=torch.int32),
+            format=places.format,
+        )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from msgspec import Struct
 from torch import Tensor
+from torch.nn.functional import pad
 
 from surefoot.backends.types import SamplingParams, TokenLogprob, TopLogprob
 from surefoot.kernels.base import Ops, SampleRows
 
+from .device import place
 from .sequence import Sequence
 from .tokenizer import Tokenizer
 
@@ -49,20 +52,29 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[SampledRow]) -> list[Sampled | Exception]:
         """Row r of `logits` `[R, V]` (raw, changed in place) belongs to `rows[r]`."""
-        finite = self._ops.finite_rows(logits).tolist()
+        if not rows:
+            return []
+        finite = self._ops.finite_rows(logits)
+        # To ask a GPU now would be to wait for the model twice: there all rows are sampled from first.
+        known = None if self._ops.is_asynchronous else finite.tolist()
         raw_rows = {
             r: logits[r].clone() for r, row in enumerate(rows) if row.sequence.params.logprobs is not None
         }
         faults: dict[int, Exception] = {}
         for r, row in enumerate(rows):
             try:
-                if not finite[r]:
-                    raise NonFiniteLogits(f"the model's logits at position {row.position} are not finite")
+                if known is not None and not known[r]:
+                    raise _not_finite(row)
                 self._adjust(logits[r], row)
             except Exception as error:  # one request's fault must stay its own
                 faults[r] = error
                 logits[r] = 0.0
-        token_ids = self._ops.sample(logits, _sample_rows(rows)).tolist()
+        if known is None:
+            sampled = self._ops.sample(logits, _sample_rows(rows, logits.device))
+            token_ids, found = torch.stack((sampled, finite)).tolist()
+            faults |= {r: _not_finite(row) for r, row in enumerate(rows) if not found[r]}
+        else:
+            token_ids = self._ops.sample(logits, _sample_rows(rows)).tolist()
         return [
             faults.get(r)
             or Sampled(
@@ -97,13 +109,13 @@ class Sampler:
         seq, params = row.sequence, row.sequence.params
         if params.logit_bias:
             bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype)
-            logits[list(params.logit_bias)] += bias
+            logits[_ids(params.logit_bias, logits)] += place(bias, logits.device)
         if seq.num_output_tokens + len(row.drafted) < params.min_tokens:
-            logits[self._banned_until_min_tokens(seq)] = -math.inf
+            logits.index_fill_(0, _ids(self._banned_until_min_tokens(seq), logits), -math.inf)
         if seq.mask is not None:
-            logits[~seq.mask.allowed(row.drafted)] = -math.inf
+            logits.masked_fill_(place(~seq.mask.allowed(row.drafted), logits.device), -math.inf)
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted({*seq.token_ids, *row.drafted}))
+            seen = _ids(sorted({*seq.token_ids, *row.drafted}), logits)
             values = logits[seen]
             logits[seen] = torch.where(
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
@@ -111,8 +123,8 @@ class Sampler:
         if params.frequency_penalty or params.presence_penalty:
             counts = seq.output_counts + Counter(row.drafted) if row.drafted else seq.output_counts
             if counts:
-                output_ids = torch.tensor(list(counts.keys()))
-                times = torch.tensor(list(counts.values()), dtype=logits.dtype)
+                output_ids = _ids(counts, logits)
+                times = place(torch.tensor(list(counts.values()), dtype=logits.dtype), logits.device)
                 logits[output_ids] -= params.frequency_penalty * times + params.presence_penalty
 
     def _banned_until_min_tokens(self, seq: Sequence) -> list[int]:
@@ -120,7 +132,19 @@ class Sampler:
         return [*end_tokens, *seq.params.stop_token_ids]
 
 
-def _sample_rows(rows: list[SampledRow]) -> SampleRows:
+def _not_finite(row: SampledRow) -> NonFiniteLogits:
+    return NonFiniteLogits(f"the model's logits at position {row.position} are not finite")
+
+
+def _ids(token_ids: Iterable[int], logits: Tensor) -> Tensor:
+    """Token ids where the logits are."""
+    return place(torch.tensor(list(token_ids), dtype=torch.int64), logits.device)
+
+
+def _sample_rows(rows: list[SampledRow], device: torch.device | None = None) -> SampleRows:
+    """On a `device` each row of parameters begins at a multiple of 16 bytes, whatever the number of rows: for
+    other addresses Triton would compile other kernels.
+    """
     params = [row.sequence.params for row in rows]
     reals = torch.tensor(
         [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]],
@@ -134,6 +158,9 @@ def _sample_rows(rows: list[SampledRow]) -> SampleRows:
             [row.position for row in rows],
         ]
     )
+    if device is not None:
+        padding = (0, -len(rows) % 4)
+        reals, integers = (place(pad(x, padding), device)[:, : len(rows)] for x in (reals, integers))
     temperature, top_p, min_p = reals.unbind()
     top_k, seed, choice, position = integers.unbind()
     return SampleRows(

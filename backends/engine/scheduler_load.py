@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-
 from msgspec import Struct
 
-from surefoot.backends.types import FormatStats, SchedulerView, SequenceView
-from surefoot.kernels.layout import CacheFormat
+from surefoot.backends.types import SchedulerView, SequenceView
 
-from .cache_rule import format_name
 from .cost_model import StepCost, context_tokens
 from .promise import slack_s
 from .scheduler import Scheduler
@@ -87,24 +82,6 @@ def view_of(scheduler: Scheduler, load: SchedulerLoad, now_s: float) -> Schedule
         waiting=tuple(_sequence_view(sequence, now_s) for sequence in waiting),
         running=tuple(_sequence_view(sequence, now_s) for sequence in scheduler.running),
         backlog_s=backlog_s,
-    )
-
-
-def formats_of(running: Iterable[Sequence]) -> tuple[FormatStats, ...]:
-    """What each flow's running sequences hold, by format."""
-    held: dict[tuple[str, CacheFormat], list[tuple[int, int]]] = defaultdict(list)
-    for sequence in running:
-        flow = sequence.request.message.flow
-        for cache_format, part in sequence.held.items():
-            held[flow, cache_format].append((part.num_tokens, len(part.table)))
-    return tuple(
-        FormatStats(
-            flow=flow,
-            format=format_name(cache_format),
-            num_tokens=sum(tokens for tokens, _ in counts),
-            num_blocks=sum(blocks for _, blocks in counts),
-        )
-        for (flow, cache_format), counts in held.items()
     )
 
 

@@ -44,13 +44,14 @@ class Pace(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """The tokens of a sequence that lie in one format, and in which blocks."""
+    """The tokens of a sequence that lie in one format, and in which blocks, of `capacity` tokens each."""
 
     num_tokens: int
     table: list[int]
+    capacity: int
 
 
-NOTHING = Part(0, [])
+NOTHING = Part(0, [], 0)
 
 
 class TokenMask(Protocol):
@@ -167,11 +168,11 @@ class Sequence:
     @property
     def held(self) -> dict[CacheFormat, Part]:
         """Full precision, and every other format that it has tokens in."""
-        parts = {FULL: Part(self.num_full, self.block_table)}
-        if self.cache_rule is not None and self.num_low:
-            parts[self.cache_rule.format.low] = Part(self.num_low, self.low_table)
-        if self.cache_rule is not None and self.high_places:
-            parts[self.cache_rule.format.high] = Part(len(self.high_places), self.high_table)
+        rule, parts = self.cache_rule, {FULL: Part(self.num_full, self.block_table, BLOCK_TOKENS)}
+        if rule is not None and self.num_low:
+            parts[rule.format.low] = Part(self.num_low, self.low_table, rule.capacity)
+        if rule is not None and self.high_places:
+            parts[rule.format.high] = Part(len(self.high_places), self.high_table, rule.high_capacity)
         return parts
 
     @property

@@ -5,19 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal
 
 from msgspec import Struct
 
 from .engine import Engine, EngineCounters
-from .first_come import FirstComeScheduler
 from .machine_file import MachineCost, load_machine, save_machine
-from .promise_scheduler import PromiseScheduler
-from .scheduler import MakeScheduler
 from .settings import EngineSettings
 from .simulation_report import SimulationReport, report_of
 from .simulator import Machine, simulate
-from .start import EngineOptions, Progress, cost_file, engine_settings, load_parts
+from .start import SCHEDULERS, EngineOptions, Progress, cost_file, engine_settings, load_parts
 from .trace import (
     Lengths,
     Promise,
@@ -27,8 +23,6 @@ from .trace import (
     read_trace,
     synthetic_trace,
 )
-
-SCHEDULERS: dict[str, MakeScheduler] = {"promise": PromiseScheduler, "first-come": FirstComeScheduler}
 
 
 class SimulationSettings(Struct, frozen=True, kw_only=True):
@@ -45,7 +39,6 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     output_tokens: int = 128
     seed: int = 0
     speed: float = 1.0
-    scheduler: Literal["promise", "first-come"] = "promise"
     cost: Path | None = None
     cache_blocks: int | None = None
 
@@ -75,12 +68,13 @@ def simulate_machine(
             max_waiting=options.max_waiting,
             max_waiting_s=options.max_waiting_s,
             headroom=options.headroom,
+            prefix_cache=options.prefix_cache,
         ),
         num_blocks=what.cache_blocks or known.num_blocks,
         cost=known.cost.faster(what.speed),
     )
-    result = simulate(trace, machine, make_scheduler=SCHEDULERS[what.scheduler], promises=promises)
-    return report_of(result, what.scheduler, what.speed)
+    result = simulate(trace, machine, make_scheduler=SCHEDULERS[options.scheduler], promises=promises)
+    return report_of(result, options.scheduler, what.speed)
 
 
 def trace_of(what: SimulationSettings, classes: Collection[str]) -> list[TraceRequest]:

@@ -29,6 +29,9 @@ from .trace import Promise, TraceRequest
 PUBLISH_EVERY_S = 0.25
 """As often as the engine's thread does."""
 
+ANSWER_TOKEN = 0
+"""What answers are made of, and no prompt."""
+
 
 class VirtualClock:
     """Time that passes when it is told to."""
@@ -100,7 +103,8 @@ class Simulation:
         self._settings = machine.settings
         self._costs = CostModel(machine.cost, frozen=True)
         self.pool = BlockPool(machine.num_blocks)
-        self.scheduler = make_scheduler(machine.settings, PrefixCache(self.pool), self._costs, self._clock)
+        self._blocks = PrefixCache(self.pool, between_requests=machine.settings.prefix_cache)
+        self.scheduler = make_scheduler(machine.settings, self._blocks, self._costs, self._clock)
         self._door = Door(machine.settings)
         self._published_s = -PUBLISH_EVERY_S
         self._traced: dict[int, TraceRequest] = {}
@@ -160,6 +164,7 @@ class Simulation:
         )
         sequence = EngineSequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
         request.sequences.append(sequence)
+        self._blocks.enter(request)
         self._traced[key], self._last_key = traced, key
         self.scheduler.add(sequence)
 
@@ -183,10 +188,12 @@ class Simulation:
     def _commit(self, chunk: ScheduledChunk) -> None:
         sequence, samples = chunk.sequence, chunk.samples
         sequence.num_committed += chunk.num_tokens
+        self._blocks.publish(sequence)
         if not samples:
             return
         request = sequence.request
-        sequence.append(0)
+        request.has_run_prompt = True
+        sequence.append(ANSWER_TOKEN)
         request.last_token_s = self._clock.now_s
         if request.first_token_s is None:
             request.first_token_s = self._clock.now_s
@@ -258,13 +265,14 @@ def _message(key: int, traced: TraceRequest, promise: Promise) -> GenerateReques
         tpot_target_s=promise.tpot_target_s,
         flow=traced.flow,
         weight=traced.weight,
+        salt=traced.flow,
     )
 
 
 def _prompt(key: int, traced: TraceRequest) -> tuple[int, ...]:
     """Token ids that are equal within a group and different between groups, so that a cache can tell."""
-    group = -1 - key if traced.prompt_group is None else traced.prompt_group
-    return (group,) * traced.prompt_tokens
+    number = 2 * key + 1 if traced.prompt_group is None else 2 * traced.prompt_group + 2
+    return (number % 2**32,) * traced.prompt_tokens
 
 
 def _within(seconds: float | None, target_s: float | None) -> bool:

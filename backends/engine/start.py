@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from msgspec import Struct
@@ -14,8 +16,13 @@ from surefoot.kernels.base import Ops
 from surefoot.kernels.select import select_ops
 
 from .backend import EngineBackend, EngineParts
+from .device import CPU, device_name
+from .engine import Engine
+from .first_come import FirstComeScheduler
 from .limits import available_memory_bytes, cpu_count
 from .prepare import LoadedModel, load_model
+from .promise_scheduler import PromiseScheduler
+from .scheduler import MakeScheduler
 from .settings import EngineSettings
 from .speculation.settings import SpeculationSettings
 from .speculation.vocabulary import check_vocabularies
@@ -26,12 +33,19 @@ Progress = Callable[[str], None]
 SLOW_START_S = 10.0
 """A start that takes longer says what it was that did."""
 
+SCHEDULERS: Mapping[str, MakeScheduler] = {
+    "promise": PromiseScheduler,
+    "first-come": FirstComeScheduler,
+}
+"""By the name that a setting has."""
+
 AUTO_CACHE_SHARE = 0.25
 """How much of the memory that is still available the cache may take if nobody says."""
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """An operator's choices, None for `auto`. `cache_dir` holds prepared weights and compiled kernels.
+    """An operator's choices, None for `auto`; a GPU as `device` is one that is there. `cache_dir` holds
+    prepared weights and compiled kernels.
 
     A `draft_model` (None: there is none) is kept in the same form of weights.
     """
@@ -39,6 +53,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     model: Path
     model_id: str
     cache_dir: Path
+    device: torch.device = CPU
     weights: WeightMode = WeightMode.NATIVE
     threads: int | None = None
     cache_bytes: int | None = None
@@ -46,6 +61,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     max_sequences: int = 64
     max_batched_tokens: int = 512
     max_prefill_chunk: int | None = None
+    scheduler: Literal["promise", "first-come"] = "promise"
     max_waiting: int = 1024
     prefix_cache: bool = True
     max_waiting_s: float = 600.0
@@ -59,13 +75,22 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 
 def make_backend(options: EngineOptions, progress: Progress) -> EngineBackend:
     """The backend, not yet started; `progress` gets a sentence before each slow stage."""
-    return EngineBackend(options.model_id, lambda: load_parts(options, progress), engine_settings(options))
+    return EngineBackend(
+        options.model_id,
+        lambda: load_parts(options, progress),
+        engine_settings(options),
+        make_engine=partial(Engine, make_scheduler=SCHEDULERS[options.scheduler]),
+    )
 
 
 def engine_settings(options: EngineOptions) -> EngineSettings:
-    """The engine's limits. Without a cache size it gets a share of the memory that is available now."""
+    """The engine's limits. Without a cache size it gets a share of the memory that is available now; a GPU's
+    is measured when the weights are there.
+    """
+    is_on_cpu = options.device.type == "cpu"
+    share = int(available_memory_bytes() * AUTO_CACHE_SHARE) if is_on_cpu else None
     return EngineSettings(
-        cache_bytes=options.cache_bytes or int(available_memory_bytes() * AUTO_CACHE_SHARE),
+        cache_bytes=options.cache_bytes or share,
         max_model_len=options.max_model_len,
         max_sequences=options.max_sequences,
         max_batched_tokens=options.max_batched_tokens,
@@ -88,9 +113,16 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     begun_s = time.monotonic()
     num_threads = options.threads or cpu_count()
     ops = select_ops(
-        "cpu", cache_dir=options.cache_dir, num_threads=num_threads, progress=_compile_progress(progress)
+        options.device,
+        dtype=torch.float32 if options.weights is WeightMode.FLOAT32 else torch.bfloat16,
+        cache_dir=options.cache_dir,
+        num_threads=num_threads,
+        progress=_compile_progress(progress),
     )
-    progress(f"Computing with the op set {ops.name} on {num_threads} threads.")
+    where = f"{num_threads} threads" if options.device == CPU else device_name(options.device)
+    progress(f"Computing with the op set {ops.name} on {where}.")
+    if options.device != CPU:
+        progress("Kernels are compiled as they are met and kept: a first start takes longer than others.")
     compiled_s = time.monotonic()
     loaded = load_model(
         options.model,
@@ -98,6 +130,7 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         ops=ops,
         cache_dir=options.cache_dir,
         progress=progress,
+        device=options.device,
         max_model_len=options.max_model_len,
     )
     draft = (
@@ -117,7 +150,7 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         loaded=loaded,
         ops=ops,
         cache_dtype=torch.bfloat16,
-        cost_file=cost_file(options, num_threads),
+        cost_file=cost_file(options),
         draft=draft,
     )
 
@@ -132,18 +165,18 @@ def _load_draft(
         ops=ops,
         cache_dir=options.cache_dir,
         progress=progress,
+        device=options.device,
         max_model_len=options.max_model_len,
     )
     check_vocabularies(target.tokenizer, draft.tokenizer, options.model.name, path.name)
     return draft
 
 
-def cost_file(options: EngineOptions, num_threads: int | None = None) -> Path:
+def cost_file(options: EngineOptions) -> Path:
     """Where the cost of a model's steps on this machine is kept, beside the prepared weights."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", options.model_id)
-    return options.cache_dir / (
-        f"step-cost-{name}-{options.weights}-{num_threads or options.threads or cpu_count()}.json"
-    )
+    where = options.threads or cpu_count() if options.device == CPU else options.device.type
+    return options.cache_dir / f"step-cost-{name}-{options.weights}-{where}.json"
 
 
 def _compile_progress(progress: Progress) -> Callable[[str, int, int], None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 
-from .cost_model import StepSample
+from .cost_model import StepCost, StepSample, fit
 from .sequence import Request
 
 MAX_SECONDS = 0.7
@@ -59,3 +60,19 @@ def run_shapes(
         steps = run(shape)
         samples += steps if number else []
     return samples
+
+
+def measured_cost(
+    run: Callable[[Shape], list[StepSample]],
+    clock: Callable[[], float],
+    default: StepCost,
+    *,
+    compiles_late: bool,
+) -> StepCost:
+    """What steps cost, by running some; `default` decides what they say nothing about.
+
+    Where kernels are compiled when they are first launched, all shapes run once before they are measured.
+    """
+    if compiles_late:
+        run_shapes(run, clock, max_s=math.inf)
+    return fit(run_shapes(run, clock), default)

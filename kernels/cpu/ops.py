@@ -105,6 +105,7 @@ class CpuOps:
     """
 
     head_dims = range(attention.MIN_HEAD_DIM, attention.MAX_HEAD_DIM + 1, 8)
+    is_asynchronous = False
 
     def __init__(self, launcher: Launcher, progress: Progress | None = None) -> None:
         self.name = f"cpu-{host_form().name}"
@@ -303,6 +304,8 @@ class CpuOps:
         past: AnyPast,
         scale: float,
         lse: Tensor | None = None,
+        *,
+        max_rows: int | None = None,
     ) -> Tensor:
         """Past and present in one go, with the same bits wherever the one in full precision ends and the
         other begins.

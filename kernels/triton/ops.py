@@ -27,6 +27,7 @@ class TritonOps(PlainOps):
 
     name = "triton"
     head_dims = HEAD_DIMS
+    is_asynchronous = True
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False) -> None:
         self._dtype = dtype
@@ -70,6 +71,14 @@ class TritonOps(PlainOps):
         """By way of a copy."""
         x.copy_(rotate.rotate(x))
 
+    def keep(self, k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor) -> None:
+        """Rows that have the kept rows' dtype are rounded already."""
+        if k.dtype != kept_k.dtype:
+            super().keep(k, v, kept_k, kept_v)
+        else:
+            kept_k.copy_(k)
+            kept_v.copy_(v)
+
     def past_attention(
         self, q: Tensor, cu_rows: Tensor, layer: Tensor, layout: BlockLayout, past: AnyPast, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -97,9 +106,11 @@ class TritonOps(PlainOps):
         past: AnyPast,
         scale: float,
         lse: Tensor | None = None,
+        *,
+        max_rows: int | None = None,
     ) -> Tensor:
         """One softmax over both."""
-        return attention.attention(q, k, v, cu_rows, layer, layout, past, scale, lse)
+        return attention.attention(q, k, v, cu_rows, layer, layout, past, scale, lse, max_rows=max_rows)
 
     def past_mass(
         self,

@@ -23,7 +23,7 @@ class Server:
     """One stream per place; who finds none waits and gets comments."""
 
     def __init__(self) -> None:
-        self.places = asyncio.Semaphore(int(FLAGS["max-sequences"]))
+        self.places = asyncio.Semaphore(int(FLAGS.get("max-sequences", 64)))
         self.num_scrapes = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,7 +61,7 @@ class Server:
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         while True:
             try:
-                await asyncio.wait_for(self.places.acquire(), float(FLAGS["keep-alive-s"]))
+                await asyncio.wait_for(self.places.acquire(), float(FLAGS.get("keep-alive-s", 10)))
                 break
             except TimeoutError:
                 await send(b": keep-alive\n\n")

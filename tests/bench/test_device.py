@@ -13,7 +13,9 @@ from torch import Tensor
 
 from surefoot.bench.device import Report, Timing, main, run
 from surefoot.bench.device_checks import Check
+from surefoot.bench.device_engine import SMALL_LOAD
 from surefoot.bench.device_loads import SMALL, Shape, decode_load
+from surefoot.bench.device_model import LLAMA_8B, step_bytes
 from surefoot.kernels.layout import FORMATS, FULL
 from surefoot.kernels.reference import ReferenceOps
 
@@ -29,8 +31,21 @@ def test_reference_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert verdict == len(report.checks) + 1
     assert lines[verdict + 2 :] == [timing.line for timing in report.timings]
     decodes = len(SMALL.contexts) * len(SMALL.batches) * len(FORMATS)
-    assert len(report.timings) == decodes + 2 * len(SMALL.prompts)
-    assert {check.name for check in report.checks} >= {"rotate", "bytes of (4, 4)", "attention over (8, 4)"}
+    served = 3 * len(SMALL_LOAD.batches)
+    assert len(report.timings) == served + decodes + 2 * len(SMALL.prompts)
+    assert report.is_whole
+    assert {timing.name for timing in report.timings[:served]} >= {
+        "engine x 1, token to token",
+        "engine with drafts x 2, token to token",
+        "transformers x 2, token to token",
+    }
+    assert {check.name for check in report.checks} >= {
+        "rotate",
+        "bytes of (4, 4)",
+        "attention over (8, 4)",
+        "graphs of steps",
+        "waits in steps",
+    }
 
 
 class _Faulty(ReferenceOps):
@@ -42,10 +57,26 @@ class _Faulty(ReferenceOps):
 
 def test_nothing_is_timed_after_a_failed_check(capsys: pytest.CaptureFixture[str]) -> None:
     """A faulty op is named, and no number is printed that somebody might believe."""
-    report = run(_Faulty(), CPU, SMALL)
+    report = run(_Faulty(), CPU, SMALL, SMALL_LOAD)
     assert [check.name for check in report.checks if not check.is_good] == ["rms_norm"]
     assert report.timings == []
     assert capsys.readouterr().out.endswith(f"VERDICT: 1 of {len(report.checks)} checks failed\n")
+
+
+def test_it_stops_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """When the time is up nothing further is timed, and the report says that it is not whole."""
+    monkeypatch.setattr("surefoot.bench.device.MAX_SECONDS", 0.0)
+    report = run(ReferenceOps(), CPU, SMALL, SMALL_LOAD)
+    assert len(report.timings) == 1
+    assert not report.is_whole
+    assert "stopped after" in capsys.readouterr().out
+
+
+def test_a_step_reads_the_weights_and_the_cache() -> None:
+    """The floor is every matrix but the embedding, a row of that a token, and the tokens of the cache."""
+    alone, two = (step_bytes(LLAMA_8B, batch, 1000, torch.bfloat16) for batch in (1, 2))
+    assert two - alone == 2 * 4096 + 1000 * 32 * 2 * 8 * 128 * 2
+    assert 15.0e9 < alone < 15.2e9
 
 
 def test_what_is_no_number_is_no_success() -> None:

@@ -55,6 +55,7 @@ def make_engine(
         counters=EngineCounters(),
         clock=time.monotonic,
         make_scheduler=make_scheduler,
+        draft=parts.draft,
     )
 
 

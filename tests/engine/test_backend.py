@@ -9,14 +9,17 @@ import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
 
+from surefoot.backends.engine import start
 from surefoot.backends.engine.backend import EXIT_HUNG, EngineBackend, EngineParts
 from surefoot.backends.engine.engine import Engine, Output
+from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.machine_file import load_machine
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.sequence import Request
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.errors import (
@@ -97,6 +100,30 @@ def serve(parts: EngineParts, use: Callable[[EngineBackend], Any], **limits: Any
         await backend.start()
         try:
             await use(backend)
+        finally:
+            await backend.stop(0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("promise", PromiseScheduler), ("first-come", FirstComeScheduler)]
+)
+def test_the_scheduler_is_the_one_that_was_named(
+    parts: EngineParts, monkeypatch: pytest.MonkeyPatch, name: Literal["promise", "first-come"], kind: type
+) -> None:
+    """The setting decides who runs next, and both serve."""
+    monkeypatch.setattr(start, "load_parts", lambda *_: parts)
+
+    async def main() -> None:
+        options = start.EngineOptions(
+            model=Path("m"), model_id="m", cache_dir=Path(), scheduler=name, cache_bytes=64 * MIB
+        )
+        backend = start.make_backend(options, print)
+        await backend.start()
+        try:
+            assert type(backend._engine.scheduler) is kind
+            assert isinstance((await collect(backend, request()))[-1], Finished)
         finally:
             await backend.stop(0)
 
@@ -195,9 +222,6 @@ def test_bad_requests_are_refused_before_they_start(parts: EngineParts) -> None:
             await collect(backend, tokens)
         with pytest.raises(ContextTooLong, match="200000 characters"):
             await collect(backend, request("x" * 200_000))
-        many = dict.fromkeys(range(2000), 1.0)
-        with pytest.raises(RequestError, match="logit_bias has 2000 entries; at most 1024"):
-            await collect(backend, request(logit_bias=many))
         assert backend.stats.num_waiting == backend.stats.num_running == 0
 
     serve(parts, use, max_model_len=100)

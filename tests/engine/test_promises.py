@@ -12,6 +12,7 @@ from surefoot.backends.engine.promise_scheduler import (
     MAX_PREEMPTIONS,
     PAUSE_S,
     RECENT_SHARE,
+    STARVING_S,
     URGENT_S,
     PromiseScheduler,
 )
@@ -105,7 +106,7 @@ def test_a_pause_ends() -> None:
     driver = driver_of()
     low = [driver.add(key, 4, max_tokens=500) for key in range(5)]
     driver.step()
-    driver.add(99, 4, max_tokens=2000, priority=200, tpot_target_s=0.0111)
+    driver.add(99, 4, max_tokens=2000, priority=200, tpot_target_s=0.01101)
     before = [seq.num_output_tokens for seq in low]
     begun_s = driver.clock.now_s
     while driver.clock.now_s < begun_s + 5 * PAUSE_S:
@@ -259,6 +260,98 @@ def test_the_oldest_goes_on_in_a_full_cache() -> None:
             oldest_done += 1
     assert oldest_done >= 5 * BLOCK_TOKENS - 1
     assert max(seq.num_preemptions for seq in sequences) <= MAX_PREEMPTIONS + 1
+
+
+def test_a_starving_level_is_waited_for_at_last() -> None:
+    """One that finds no blocks beside a stream of higher priorities gets them after `STARVING_S`."""
+    driver = driver_of(num_blocks=10, max_sequences=4)
+    low = driver.add(0, 120, max_tokens=2)
+    key = 1
+    while low.num_output_tokens < 2 and driver.clock.now_s < 2 * STARVING_S:
+        while len(driver.scheduler.waiting) < 4:
+            driver.add(key, 20, max_tokens=28, priority=200)
+            key += 1
+        driver.step()
+    assert low.num_output_tokens == 2
+    assert driver.clock.now_s > STARVING_S
+
+
+def test_lower_priorities_take_no_blocks_that_a_higher_one_waits_for() -> None:
+    """As long as a sequence waits for blocks nothing below it starts, though there is room for that."""
+    driver = driver_of(num_blocks=10)
+    driver.add(0, 6 * BLOCK_TOKENS - 8, max_tokens=6)
+    driver.step()
+    driver.add(1, 6 * BLOCK_TOKENS - 1, max_tokens=1, priority=200)
+    driver.add(2, 4, max_tokens=1)
+    for _ in range(5):
+        assert driver.shares() == {0: 1}
+    assert 1 in driver.shares()
+
+
+def test_preemptions_for_blocks_are_bounded() -> None:
+    """Where higher priorities outgrow the cache again and again, the lowest is preempted for them at most
+    `MAX_PREEMPTIONS` times, and then goes before them.
+    """
+    driver = driver_of(num_blocks=12)
+    low = driver.add(0, 3 * BLOCK_TOKENS, max_tokens=6 * BLOCK_TOKENS)
+    key = 1
+    while low.num_output_tokens < 6 * BLOCK_TOKENS and key < 5000:
+        if not any(seq.priority for seq in (*driver.scheduler.running, *driver.scheduler.waiting)):
+            # Most are short, so that a long answer is not expected.
+            for _ in range(19):
+                driver.add(key, 4, max_tokens=1, priority=200)
+                key += 1
+            driver.add(key, 7 * BLOCK_TOKENS - 4, max_tokens=40, priority=200)
+            key += 1
+        driver.step()
+    assert low.num_output_tokens == 6 * BLOCK_TOKENS
+    assert low.num_preemptions == MAX_PREEMPTIONS
+
+
+@pytest.mark.parametrize("priority", [200, 300])
+def test_a_promise_takes_no_place_from_its_equals_or_betters(priority: int) -> None:
+    """However near a first token is due, only lower priorities are preempted for it."""
+    driver = driver_of(max_sequences=1)
+    running = driver.add(0, 4, max_tokens=50, priority=priority)
+    driver.step()
+    driver.add(1, 4, max_tokens=1, priority=200, ttft_target_s=0.5)
+    for _ in range(20):
+        assert driver.shares() == {0: 1}
+    assert running.num_preemptions == 0
+
+
+def test_a_preempted_flow_keeps_its_account() -> None:
+    """A flow that was served alone and then preempted comes after one of its level that came meanwhile."""
+    driver = driver_of(max_sequences=1)
+    driver.add(0, 40, max_tokens=50, flow="served")
+    driver.step()
+    driver.add(1, 4, max_tokens=1, priority=200, ttft_target_s=0.5)
+    driver.step()
+    driver.add(2, 4, max_tokens=1, flow="new")
+    assert set(driver.shares()) == {2}
+
+
+def test_a_due_first_token_makes_those_below_stand_still() -> None:
+    """A promised first token may take half of the time until it is due: decodes below it wait for that."""
+    driver = driver_of()
+    for key in range(12):
+        driver.add(key, 4, max_tokens=50)
+    driver.step()
+    driver.add(99, 30, priority=200, ttft_target_s=0.4)
+    driver.clock.now_s += 0.3
+    shares = driver.shares()
+    assert shares[99] == 30
+    assert len(shares) == 1 + 10
+    assert driver.scheduler.take_preemptions() == 0
+
+
+def test_a_promise_does_not_cut_its_own_prompt() -> None:
+    """What is kept for those of its priority that may come limits lower ones alone."""
+    driver = driver_of()
+    driver.add(0, 400, max_tokens=1, priority=200, ttft_target_s=0.5)
+    assert driver.shares() == {0: 400}
+    driver.add(1, 400, max_tokens=1, priority=200, ttft_target_s=0.5)
+    assert driver.shares() == {1: 400}
 
 
 def batch_arrivals(driver: Driver, count: int, gap_s: float) -> None:

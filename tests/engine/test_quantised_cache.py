@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -11,6 +12,8 @@ from msgspec.structs import replace
 
 from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
+from surefoot.backends.engine.cache_rule import format_name
+from surefoot.backends.engine.cache_use import formats_of, totals_of
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.loss_text import default_documents
@@ -18,7 +21,7 @@ from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.quality.recall import make_haystack
 from surefoot.backends.engine.quality.texts import cut_windows
 from surefoot.backends.engine.scheduler import MakeScheduler
-from surefoot.backends.engine.scheduler_load import formats_of
+from surefoot.backends.engine.sequence import Sequence as EngineSequence
 from surefoot.backends.engine.sequence import SequenceStatus
 from surefoot.backends.errors import ContextTooLong, RequestError
 from surefoot.backends.types import (
@@ -30,6 +33,7 @@ from surefoot.backends.types import (
     ServingPlan,
     SpeculationPlan,
 )
+from surefoot.kernels.layout import FORMATS as CACHE_FORMATS
 from surefoot.kernels.layout import FULL
 
 from .serving import Served, Server, blocks, load_tiny, message, prompt_of
@@ -290,6 +294,37 @@ def test_what_is_reported_is_what_is_held(tiny_parts: EngineParts) -> None:
     mixed = last(serve(tiny_parts, message(prompt_of(150), GREEDY, plan=plan("mixed")))).cache
     tokens = {"k16v16": 289 - 242, "k8v4": round(242 / 4), "k4v4": 242 - round(242 / 4)}
     assert mixed == CacheUsage(tokens=tokens, num_demoted_tokens=242)
+
+
+def places_of(running: Sequence[EngineSequence]) -> dict[str, set[tuple[int, int]]]:
+    """Block and slot of every token that lies in the cache, by format."""
+    places: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for seq in running:
+        for cache_format, part in seq.held.items():
+            slots = (divmod(token, part.capacity) for token in range(part.num_tokens))
+            places[format_name(cache_format)] |= {(part.table[block], slot) for block, slot in slots}
+    return places
+
+
+def test_totals_are_what_blocks_hold(tiny_parts: EngineParts) -> None:
+    """In all, a block and a token that several share count once, and what is left of blocks is empty."""
+    server = Server(tiny_parts)
+    for number, each in enumerate(("k16v16", "k8v4", "mixed", "k8v4")):
+        params = replace(SEEDED, n=1 + number % 3, max_tokens=70)
+        server.add(message(prompt_of(200, number // 3), params, plan=plan(each, drafts=number == 1)))
+    capacity = {format_name(each): server.engine.cache_space.layout.capacity(each) for each in CACHE_FORMATS}
+    seen = set()
+    while server.engine.has_work:
+        server.engine.step()
+        totals = totals_of(server.engine.scheduler.running)
+        places = places_of(server.engine.scheduler.running)
+        for total in totals:
+            assert total.num_tokens == len(places[total.format])
+            room = total.num_blocks * capacity[total.format]
+            assert total.fragmentation == pytest.approx(1 - total.num_tokens / room)
+            seen.add(total.format)
+        assert sum(total.num_blocks for total in totals) == server.engine.pool.num_used
+    assert seen == {"k16v16", "k8v4", "k4v4"}
 
 
 @pytest.mark.parametrize(("cache_format", "times"), [("k4v4", 3.5), ("k8v4", 2.4), ("k8v8", 1.8)])

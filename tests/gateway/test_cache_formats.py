@@ -8,16 +8,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from litestar import Litestar
 from litestar.testing import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from surefoot.backends.fake import BLOCK_BYTES, FakeBackend, Script
-from surefoot.backends.types import CachePlan, CacheUsage, FormatStats
+from surefoot.backends.types import CachePlan, CacheUsage, FormatStats, FormatTotal
 from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.app import create_app
 from surefoot.gateway.cli import run
-from surefoot.gateway.tenants import Tenant, Tenants, hash_key
+from surefoot.gateway.tenants import LOCAL_TENANT, Tenant, Tenants, hash_key, local_tenant
 from surefoot.policies.bounds import CacheBounds, Protection
 from surefoot.policies.registry import load_policies, serving_policy
 
@@ -196,14 +197,25 @@ HELD = (
 )
 
 
-def test_metrics_by_tenant_and_format(http: TestClient, backend: FakeBackend) -> None:
-    """Tokens, blocks and bytes that are held, by tenant and format; demoted tokens by format, from 0 on."""
-    backend.formats, backend.demoted_tokens_total = HELD, {"k8v4": 117}
-    seen = {
+TOTALS = (
+    FormatTotal(format="k16v16", num_tokens=40, num_blocks=3, fragmentation=1 / 6),
+    FormatTotal(format="k8v4", num_tokens=78, num_blocks=2),
+)
+
+
+def scrape(http: TestClient) -> dict[tuple[str, str | None, str | None], float]:
+    """Every sample, by name, tenant and format."""
+    return {
         (each.name, each.labels.get("tenant"), each.labels.get("format")): each.value
         for family in text_string_to_metric_families(http.get("/metrics").text)
         for each in family.samples
     }
+
+
+def test_metrics_by_tenant_and_format(http: TestClient, backend: FakeBackend) -> None:
+    """Tokens, blocks and bytes that are held, by tenant and format; demoted tokens by format, from 0 on."""
+    backend.formats, backend.demoted_tokens_total = HELD, {"k8v4": 117}
+    seen = scrape(http)
     for name, values in (
         ("tokens", (40, 78, 39)),
         ("blocks", (3, 2, 1)),
@@ -215,17 +227,70 @@ def test_metrics_by_tenant_and_format(http: TestClient, backend: FakeBackend) ->
     assert seen["surefoot_cache_block_bytes", None, None] == BLOCK_BYTES
 
 
+def test_metrics_in_all(http: TestClient, backend: FakeBackend) -> None:
+    """Tokens, bytes and the share of room without a token, of each format; 0 of one that nobody uses."""
+    backend.format_totals = TOTALS
+    seen = scrape(http)
+    for name, values in (
+        ("tokens", (40, 78, 0)),
+        ("bytes", (3 * BLOCK_BYTES, 2 * BLOCK_BYTES, 0)),
+        ("fragmentation", (1 / 6, 0, 0)),
+    ):
+        held = [seen[f"surefoot_cache_{name}", None, each] for each in ("k16v16", "k8v4", "k4v4")]
+        assert held == pytest.approx(values)
+
+
+def test_metrics_of_requests_that_ended(http: TestClient, backend: FakeBackend) -> None:
+    """Tokens by format and demoted ones are counted by tenant; full precision and failures count nowhere."""
+    ask(http, "tight")
+    ask(http, "tight", TEXT, prompt=["a", "b"])
+    backend.script = Script()
+    ask(http, "free")
+    backend.script = Script(cache=USED, error=ValueError("x"), error_at=1)
+    ask(http, "firm")
+    seen = scrape(http)
+    assert seen["surefoot_ended_format_tokens_total", "tight", "k16v16"] == 300
+    assert seen["surefoot_ended_format_tokens_total", "tight", "k4v4"] == 900
+    assert seen["surefoot_ended_demoted_tokens_total", "tight", None] == 960
+    ended = {tenant for name, tenant, _ in seen if name.startswith("surefoot_ended")}
+    assert ended == {"tight"}
+
+
 def test_operators_see_formats(http: TestClient, backend: FakeBackend) -> None:
-    """The scheduler's view has what is held in each format, and what was demoted."""
+    """The scheduler's view has what is held in each format, how much is empty, and what was demoted."""
     backend.formats, backend.demoted_tokens_total = HELD, {"k8v4": 117}
+    backend.format_totals = TOTALS
     (shown,) = http.get("/v1/surefoot/scheduler", headers=bearer("admin")).json()["backends"]
     assert shown["stats"]["formats"][1] == {
         "flow": "free", "format": "k8v4", "num_tokens": 78, "num_blocks": 2,
     }  # fmt: skip
+    assert shown["stats"]["format_totals"] == list(msgspec.to_builtins(TOTALS))
     assert (shown["stats"]["block_bytes"], shown["stats"]["demoted_tokens_total"]) == (
         BLOCK_BYTES,
         {"k8v4": 117},
     )
+
+
+def test_formats_without_tenant_files(backend: FakeBackend) -> None:
+    """`local_cache_format` is the local tenant's plan, beside drafts or alone, and requests may ask for more
+    bits; by itself it is full precision, with nothing to ask for.
+    """
+    more_bits = {"cache": {"format": "k8v8"}}
+    for max_draft, plans in ((0, ("k8v4", "k8v8")), (3, ("k8v4+draft3", "k8v8+draft3"))):
+        with TestClient(local_app(backend, local_tenant(max_draft, "k8v4"))) as client:
+            assert client.get("/health/ready").status_code == 200
+            answers = [client.post(CHAT, json=BODY | fields) for fields in ({}, more_bits)]
+        assert tuple(each.headers["x-surefoot-plan"] for each in answers) == plans
+    assert local_tenant(0) == LOCAL_TENANT
+    with TestClient(local_app(backend, local_tenant(0))) as client:
+        assert client.get("/health/ready").status_code == 200
+        assert client.post(CHAT, json=BODY).headers["x-surefoot-plan"] == "baseline"
+        assert client.post(CHAT, json=BODY | more_bits).status_code == 400
+
+
+def local_app(backend: FakeBackend, local: Tenant) -> Litestar:
+    """A server without tenant files."""
+    return create_app([backend], Tenants(local=local), serving_policy(load_policies([])))
 
 
 def test_operators_see_a_tenants_plan() -> None:

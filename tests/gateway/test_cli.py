@@ -66,6 +66,15 @@ def test_help_lists_the_commands(cli: Cli, arguments: tuple[str, ...]) -> None:
     assert "    surefoot serve\n" in outcome.out
 
 
+@pytest.mark.parametrize("command", ["serve", "simulate", "loss", "quality"])
+def test_a_gpu_that_is_not_there(cli: Cli, command: str) -> None:
+    """Asked for a GPU that is not there, a command ends at once and says what is missing and what to do."""
+    outcome = cli(command, "--device", "cuda")
+    assert outcome.status == EXIT_USAGE
+    assert "device = cuda, but torch" in outcome.err
+    assert "set device = cpu" in outcome.err
+
+
 @pytest.mark.parametrize(
     "command", [("serve",), ("config",), ("models",), ("usage",), ("key", "new"), ("simulate",), ("quality",)]
 )

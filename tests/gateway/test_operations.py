@@ -114,6 +114,7 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
     assert value("surefoot_requests_total", tenant="", route="unknown", method="unknown", status="404") == 1
     assert value("surefoot_backend_ready", **model) == 1
     assert value("surefoot_cache_blocks", **model) == 100
+    assert value("surefoot_cache_blocks_free", **model) == 100
     assert value("surefoot_cache_blocks_cached", **model) == 0
     assert value("surefoot_prefix_cache_evictions_total", **model) == 0
     assert value("surefoot_engine_restarts_total", **model) == 0
@@ -122,7 +123,7 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
 
 
 def test_metrics_of_promises(backend: FakeBackend) -> None:
-    """Waits, paces, kept promises, refusals and preemptions are counted by tenant and class."""
+    """Waits, paces, kept promises, refusals, preemptions and hits are counted by tenant and class."""
     classes = Classes(
         {
             "kept": SlaClass(priority=1, ttft_target_s=600, tpot_target_s=600),
@@ -139,7 +140,7 @@ def test_metrics_of_promises(backend: FakeBackend) -> None:
             "batch": TenantLimits(),
         }.items()
     ]
-    backend.script = Script(num_preemptions=2)
+    backend.script = Script(num_preemptions=2, num_cached_tokens=1)
     with client_of(*tenants, backend=backend, settings=HttpSettings(classes=classes)) as client:
         for name in ("kept", "kept", "late", "slow", "batch"):
             client.post(CHAT, json=BODY, headers=bearer(name))
@@ -165,6 +166,9 @@ def test_metrics_of_promises(backend: FakeBackend) -> None:
         assert value(f"surefoot_{metric}_seconds_count", "kept") == 2
         assert value(f"surefoot_{metric}_seconds_count", "batch") == 1
     assert value("surefoot_preemptions_total", "kept") == 4
+    # Of the request that failed nobody knows what was cached.
+    assert value("surefoot_prompt_tokens_total", "kept") == 2 * 3
+    assert value("surefoot_cached_tokens_total", "kept") == 2
     refusals = "surefoot_refusals_total"
     assert value(refusals, "kept", reason="requests_per_minute") == 1
     assert value(refusals, "batch", reason="seconds") == 1

@@ -210,6 +210,7 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (TEXT, {"prompt": [[1]] * 128, "n": 2}, "n", "256 sequences"),
     (CHAT, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1025 entries, more than 1024"),
+    (CHAT, {"stop_token_ids": [7] * 1025}, "stop_token_ids", "1025 entries, more than 1024"),
 ]
 
 

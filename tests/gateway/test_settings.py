@@ -24,7 +24,7 @@ from surefoot.gateway.settings import (
     resolve,
     value_text,
 )
-from surefoot.gateway.start import engine_options
+from surefoot.gateway.start import engine_options, load_tenants
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,6 +158,14 @@ def test_home_is_expanded() -> None:
     assert resolve({"tenants": "~/tenants"}, {}).settings.tenants == Path.home() / "tenants"
 
 
+def test_local_settings_reach_the_local_tenant() -> None:
+    """Without tenant files drafts and cache format of everybody's plan are those of the settings."""
+    settings = ServeSettings(local_max_draft=3, local_cache_format="k8v4")
+    tenants, watch = load_tenants(settings, ["fixed"], ["standard"])
+    bounds = tenants.authenticate(None).bounds
+    assert (bounds.speculation.max_draft, bounds.cache.format, watch) == (3, "k8v4", None)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -165,7 +173,7 @@ def test_home_is_expanded() -> None:
         ("port", "65536", "a whole number from 0 to 65535"),
         ("port", "-1", "a whole number from 0 to 65535"),
         ("port", "80.5", "a whole number from 0 to 65535"),
-        ("device", "tpu", "auto or cpu"),
+        ("device", "tpu", "auto or cpu or cuda"),
         ("weights", "int4", "auto or native or int8 or bf16 or fp32"),
         ("host", " ", "a text"),
         ("max_sequences", "0", "a whole number of 1 or more"),
@@ -179,6 +187,8 @@ def test_home_is_expanded() -> None:
         ("max_body_bytes", "0", "a number of bytes above 0"),
         ("max_draft", "65", "a whole number from 0 to 64"),
         ("local_max_draft", "-1", "a whole number from 0 to 64"),
+        ("scheduler", "fair", "promise or first-come"),
+        ("local_cache_format", "k3v3", "k16v16 or k8v8 or k8v4 or mixed or k4v4"),
         ("synthetic_acceptance", "0.8,", "numbers from 0 to 1 with commas between them"),
         ("synthetic_acceptance", "0.8,1.1", "numbers from 0 to 1 with commas between them"),
         ("admin_key_hash", "sha256:12", "a hash from `surefoot key new`: sha256: and 64"),

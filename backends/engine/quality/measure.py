@@ -16,6 +16,7 @@ from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
 from ..backend import EngineParts
 from ..cache_rule import PLAN_FORMATS
+from ..device import CPU
 from ..loss_errors import LossError
 from ..loss_text import read_documents
 from ..start import EngineOptions, Progress, load_parts
@@ -124,6 +125,8 @@ class QualityReport(Struct, frozen=True, kw_only=True):
 def measure_quality(options: EngineOptions, settings: QualitySettings, progress: Progress) -> QualityReport:
     """Everything, in minutes. Raises `LossError` and `ModelError`."""
     documents = read_documents(settings.files)
+    if options.device != CPU:
+        raise LossError(f"quality is measured on the CPU, not on {options.device}: set device = cpu")
     parts = load_parts(options, progress)
     started_s = time.monotonic()
     windows = _windows(parts, settings, documents)

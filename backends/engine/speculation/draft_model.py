@@ -13,18 +13,20 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from surefoot.kernels.base import Ops
-from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
+from surefoot.kernels.layout import BLOCK_TOKENS
 
 from ..choice_stream import ChoiceStream
-from ..cost_model import CostModel, StepCost, StepSample, StepShape, fit
+from ..cost_model import CostModel, StepCost, StepSample, StepShape
+from ..device import place
+from ..device_runner import bytes_of_block, make_runner
 from ..prepare import LoadedModel
-from ..runner import ModelRunner, past_part
+from ..runner import past_part
 from ..sampler import SampledRow, Sampler
 from ..sequence import Sequence
 from ..settings import EngineSettings
 from ..step_input import StepInput
 from ..tokenizer import Tokenizer
-from ..warm_up import Shape, run_shapes, warm_up_requests
+from ..warm_up import Shape, measured_cost, warm_up_requests
 from .base import Draft
 from .draft_cache import Cached, DraftCache
 from .drafting import CLOSE, Prospect, ahead
@@ -75,16 +77,16 @@ class DraftModel:
         """It drafts for `target`. Its cache has `num_blocks` blocks unless the settings give it bytes."""
         config, self._settings, self._observe = loaded.config, settings, observe
         self._max_catch_up = settings.speculation.max_catch_up
-        layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=cache_dtype)
-        cache_bytes = num_blocks * config.num_layers * layout.block_bytes
+        cache_bytes = num_blocks * bytes_of_block(loaded.model, cache_dtype)
         own = replace(
             settings,
             cache_bytes=settings.speculation.draft_cache_bytes or cache_bytes,
             max_batched_tokens=CLOSE * settings.max_sequences + self._max_catch_up,
         )
-        self._runner = ModelRunner(loaded.model, ops, own, cache_dtype)
+        self._runner = make_runner(loaded.model, ops, own, cache_dtype)
         self.cache = DraftCache(self._runner.num_blocks)
         self._sampler = Sampler(ops, target.tokenizer)
+        self._compiles_late = ops.is_asynchronous
         self._tokenizer: Tokenizer = target.tokenizer
         self._own_vocab_size, self._vocab_size = config.vocab_size, target.config.vocab_size
         self._max_len = min(
@@ -97,8 +99,10 @@ class DraftModel:
 
     def warm_up(self) -> None:
         """Run rounds of several shapes: first-time costs are met, and what passes cost is known."""
-        samples = run_shapes(self._run_shape, time.perf_counter)
-        self.costs.refit(fit(samples, StepCost.guess(self.costs.cost.tile_rows)))
+        guess = StepCost.guess(self.costs.cost.tile_rows)
+        self.costs.refit(
+            measured_cost(self._run_shape, time.perf_counter, guess, compiles_late=self._compiles_late)
+        )
 
     def prospect(self, sequence: Sequence, max_tokens: int) -> Prospect | None:
         """What drafting for a sequence would take; None if its tokens are too many or not the model's own.
@@ -173,7 +177,8 @@ class DraftModel:
         sampling = [turn for turn in turns if turn.is_caught_up]
         if sampling:
             places = [span[-1] for span in step.logit_spans if span]
-            running = self._sample(sampling, self._fitted(logits[places]))
+            own = logits[place(torch.tensor(places), logits.device)]
+            running = self._sample(sampling, self._fitted(own))
         else:
             running = []
         seconds = time.perf_counter() - begun_s
@@ -186,13 +191,17 @@ class DraftModel:
         raw = logits.clone()
         log_totals = raw.logsumexp(-1)
         rows = [SampledRow(turn.sequence, tuple(turn.drafted)) for turn in turns]
+        results = self._sampler.sample(logits, rows)
+        token_ids = [0 if isinstance(sampled, Exception) else sampled.token_id for sampled in results]
+        own = raw.gather(1, place(torch.tensor(token_ids), raw.device)[:, None])[:, 0]
+        chances = (own - log_totals).exp().tolist()
         running = []
-        for r, (turn, sampled) in enumerate(zip(turns, self._sampler.sample(logits, rows), strict=True)):
+        for turn, sampled, chance in zip(turns, results, chances, strict=True):
             if isinstance(sampled, Exception):  # what it has is a draft all the same
                 continue
             token_id = sampled.token_id
             turn.drafted.append(token_id)
-            turn.strengths.append(bisect(GRADES, float((raw[r, token_id] - log_totals[r]).exp())))
+            turn.strengths.append(bisect(GRADES, chance))
             turn.pending = [token_id]
             ends = token_id in self._tokenizer.eos_token_ids and not turn.sequence.params.ignore_eos
             if len(turn.drafted) < turn.max_tokens and not ends:
