@@ -40,7 +40,7 @@ from surefoot.policies.wrappers import Clamp
 
 from .policy_day_engine import KIND, Load, PlannedSimulation
 
-LOSS: Mapping[str, float] = {"k16v16": 0.0, "k8v8": 0.0, "k8v4": 0.0, "k4v4": 0.01}
+LOSS: Mapping[str, float] = {"k16v16": 0.0, "k8v8": 0.0, "k8v4": 0.0, "mixed": 0.0045, "k4v4": 0.01}
 """Nats per token (docs/policies.md, "Cache formats")."""
 DRAFTS = 8
 STEPS = StepCost(fixed_s=0.01, row_s=3e-5, further_row_s=3e-5, sequence_s=2e-5, context_s=4e-8)

@@ -30,9 +30,9 @@ from surefoot.backends.engine.speculation.controller import Controller, StepBoun
 from surefoot.backends.engine.trace import Promise, TraceRequest
 from surefoot.backends.types import CachePlan, ServingPlan
 
-CAPACITY = {"k16v16": 16, "k8v8": 30, "k8v4": 39, "k4v4": 56}
+CAPACITY = {"k16v16": 16, "k8v8": 30, "k8v4": 39, "mixed": 50, "k4v4": 56}
 """Tokens of a block, with 64 numbers a head (kernels/layout.py)."""
-READ_COST = {"k16v16": 1.0, "k8v8": 0.71, "k8v4": 0.68, "k4v4": 0.64}
+READ_COST = {"k16v16": 1.0, "k8v8": 0.71, "k8v4": 0.68, "mixed": 0.65, "k4v4": 0.64}
 """What a token takes to attend to (docs/measurements.md, "attention by cache format", two threads)."""
 MEAN_UNDEMOTED = 32
 """Tokens that wait to be demoted, 0 to 63 of them."""

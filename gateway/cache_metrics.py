@@ -13,11 +13,12 @@ from prometheus_client.registry import Collector
 
 from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendStats, FormatTotal
-from surefoot.policies.bounds import FORMATS
+from surefoot.policies.bounds import FORMATS, MIXED
 
 from .record import RequestRecord
 
-QUANTISED = FORMATS[1:]
+STORED = tuple(each for each in FORMATS if each != MIXED)
+QUANTISED = STORED[1:]
 HELD = ("model_name", "tenant", "format")
 IN_ALL = ("model_name", "format")
 
@@ -58,7 +59,7 @@ def _in_all(stats: Stats) -> Iterator[Metric]:
     empty = GaugeMetricFamily("surefoot_cache_fragmentation", "Share of room unused.", labels=IN_ALL)
     for model, each in stats:
         used = {total.format: total for total in each.format_totals}
-        for name in FORMATS:
+        for name in STORED:
             total = used.get(name, FormatTotal(format=name))
             tokens.add_metric([model, name], total.num_tokens)
             size.add_metric([model, name], total.num_blocks * each.block_bytes)

@@ -249,8 +249,10 @@ class QualityFlags:
 
     formats: Annotated[
         tuple[str, ...],
-        Parameter(negative="", consume_multiple=True, show_default=False, help="Formats [k8v8 k8v4 k4v4]"),
-    ] = ("k8v8", "k8v4", "k4v4")
+        Parameter(
+            negative="", consume_multiple=True, show_default=False, help="Formats [k8v8 k8v4 mixed k4v4]"
+        ),
+    ] = ("k8v8", "k8v4", "mixed", "k4v4")
     sinks: Annotated[int, Parameter(help="First tokens that stay in full precision")] = 4
     recent: Annotated[
         tuple[int, ...],

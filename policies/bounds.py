@@ -11,9 +11,12 @@ from msgspec import Meta, Struct
 
 from surefoot.backends.types import BASELINE_PLAN, CachePlan, ServingPlan, SpeculationPlan
 
-Format = Literal["k16v16", "k8v8", "k8v4", "k4v4"]
-FORMATS: tuple[Format, ...] = ("k16v16", "k8v8", "k8v4", "k4v4")
-"""Cache formats, the most precise first."""
+Format = Literal["k16v16", "k8v8", "k8v4", "mixed", "k4v4"]
+FORMATS: tuple[Format, ...] = ("k16v16", "k8v8", "k8v4", "mixed", "k4v4")
+"""What a plan's tokens are demoted to, the most precise first. `mixed` is k8v4 for their latest quarter, and
+k4v4 for the others.
+"""
+MIXED: Format = "mixed"
 Proposer = Literal["ngram", "suffix", "prediction", "draft"]
 DEFAULT = BASELINE_PLAN.cache
 MAX_DRAFT = 64

@@ -25,6 +25,13 @@ SUPPORTED = Supported(
 )
 
 
+NOT_TO_COME = {
+    "cache.protect.important": "bits were not found to do more for tokens that are attended to most than"
+    " for the latest; leave the key out, and see 'cache.protect.recent' and the format 'mixed'",
+}
+"""Keys that no version is expected to serve, and why."""
+
+
 class Unserved(Struct, frozen=True):
     """A key of a tenant's file whose value asks for what is not served yet."""
 
@@ -59,5 +66,7 @@ def _given(cache: CacheBounds) -> dict[str, object]:
 
 
 def _refusal(key: str, value: object, served: tuple[str, ...]) -> Unserved:
+    if key in NOT_TO_COME:
+        return Unserved(key, f"'{key}' = {value} is not served: {NOT_TO_COME[key]}")
     instead = f"only {' or '.join(served)} is" if served else "leave the key out"
     return Unserved(key, f"'{key}' = {value} is not served yet by this version; {instead}")

@@ -15,7 +15,7 @@ from surefoot.backends.types import (
     TokenPrompt,
 )
 
-from .cache_rule import FORMAT_NAMES, CacheSpace
+from .cache_rule import PLAN_FORMATS, CacheSpace
 from .sequence import Request
 
 
@@ -70,8 +70,8 @@ def context_limit(plan: CachePlan, max_model_len: int, space: CacheSpace | None)
 
     Raises `RequestError` for a format that there is not.
     """
-    if plan.format not in FORMAT_NAMES:
-        raise RequestError(f"the plan's cache format {plan.format!r} is none of {', '.join(FORMAT_NAMES)}")
+    if plan.format not in PLAN_FORMATS:
+        raise RequestError(f"the plan's cache format {plan.format!r} is none of {', '.join(PLAN_FORMATS)}")
     is_full = space is None or space.rule(plan, 1) is None
     model_len = max_model_len if is_full or space is None else space.max_context
     return model_len if plan.max_context is None else min(plan.max_context, model_len)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from surefoot.kernels.layout import BLOCK_TOKENS
 
+from .cache_rule import BOUNDARY_TOKENS
 from .output_lengths import OutputLengths
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
@@ -38,15 +39,15 @@ class BlockDemand:
         return self._peak((sequence, *running)) + num_reserved <= self._pool.num_blocks
 
     def _peak(self, sequences: Iterable[Sequence]) -> float:
-        """Blocks at the moment at which most are wanted. Each sequence's last block counts as half full."""
-        remaining = self._lengths.remaining
+        """Blocks at the moment at which most are wanted. The last block of each list counts as half full."""
+        sequences, remaining = list(sequences), self._lengths.remaining
         to_come = sorted(((remaining(seq), *_blocks_of(seq)) for seq in sequences), reverse=True)
         peak = num_held = growth = 0.0
         for num_more, num_blocks, blocks_per_token in to_come:
             num_held += num_blocks
             growth += blocks_per_token
             peak = max(peak, num_held + growth * num_more)
-        return peak
+        return peak + _most_after_boundaries(sequences) / BLOCK_TOKENS
 
 
 def _more_at_first(sequence: Sequence) -> int:
@@ -61,8 +62,31 @@ def _more_at_first(sequence: Sequence) -> int:
 
 
 def _blocks_of(sequence: Sequence) -> tuple[float, float]:
-    """What a sequence's tokens hold when all have run, and what each token more adds."""
+    """What a sequence's tokens hold when all have run, those after its last boundary left out, and what each
+    token more adds.
+    """
     rule, num_tokens = sequence.cache_rule, len(sequence.token_ids)
     if rule is None or num_tokens < rule.first_demotion:
         return (num_tokens + BLOCK_TOKENS / 2) / BLOCK_TOKENS, 1 / BLOCK_TOKENS
-    return rule.blocks_of(num_tokens), 1 / rule.capacity
+    return rule.mean_blocks(num_tokens), rule.blocks_per_token
+
+
+def _most_after_boundaries(sequences: Iterable[Sequence]) -> int:
+    """The most tokens that all together will have had since their last boundaries, if none ends: few where
+    boundaries take turns, many where they come at once.
+    """
+    lengths = ((seq.cache_rule, len(seq.token_ids)) for seq in sequences)
+    since = sorted(
+        (
+            rule.num_since_boundary(num_tokens)
+            for rule, num_tokens in lengths
+            if rule is not None and rule.eager and num_tokens >= rule.first_demotion
+        ),
+        reverse=True,
+    )
+    # When it is the turn of one, those with more tokens than it had theirs already.
+    moments = (
+        sum(since) + len(since) * (BOUNDARY_TOKENS - 1 - own) - BOUNDARY_TOKENS * place
+        for place, own in enumerate(since)
+    )
+    return max(moments, default=0)

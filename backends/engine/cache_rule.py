@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from surefoot.backends.types import CachePlan
-from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, FULL, BlockLayout, CacheFormat
+from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, FULL, INT4, K8V4, BlockLayout, CacheFormat
 
 BOUNDARY_TOKENS = 64
 """Generated tokens between two boundaries."""
@@ -28,19 +28,49 @@ def format_name(cache_format: CacheFormat) -> str:
 
 
 FULL_NAME = format_name(FULL)
-FORMAT_NAMES = {format_name(each): each for each in FORMATS}
+MIXED_NAME = "mixed"
+MIXED_SHARE = 0.25
+"""Of the tokens that `mixed` demotes the share, the latest, that has k8v4; the others have k4v4."""
+
+
+class PlanFormat(Struct, frozen=True):
+    """What a plan's tokens are demoted to: a `share` of them, the latest, to `high`, the others to `low`."""
+
+    low: CacheFormat
+    high: CacheFormat = FULL
+    share: float = 0.0
+
+
+PLAN_FORMATS = {format_name(each): PlanFormat(each) for each in FORMATS} | {
+    MIXED_NAME: PlanFormat(INT4, K8V4, MIXED_SHARE)
+}
+"""By the name that plans have for them."""
+
+
+class Split(Struct, frozen=True):
+    """How many tokens, or blocks, a plan's demoted tokens are in each of its formats."""
+
+    low: int
+    high: int
+
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.low + self.high
 
 
 class CacheRule(Struct, frozen=True, kw_only=True):
-    """What becomes of a prompt of `num_prompt` tokens, and of what is generated after it, in one format.
+    """What becomes of a prompt of `num_prompt` tokens, and of what is generated after it.
 
-    A block holds `capacity` tokens of the format. The first `sinks` tokens stay in full precision, and at
-    each boundary the latest `recent`. `grid` is the distance of boundaries within the prompt, None for none.
-    One that is not `eager` has no boundaries: the scheduler demotes when blocks run out.
+    A block holds `capacity` tokens of `format.low`, `high_capacity` of `format.high`. The first `sinks`
+    tokens stay in full precision, and at each boundary the latest `recent`. `grid` is the distance of
+    boundaries within the prompt, None for none. One that is not `eager` has no boundaries: the scheduler
+    demotes when blocks run out.
     """
 
-    format: CacheFormat
+    format: PlanFormat
     capacity: int
+    high_capacity: int
     num_prompt: int
     sinks: int
     recent: int
@@ -76,10 +106,32 @@ class CacheRule(Struct, frozen=True, kw_only=True):
         """Tokens that are not protected."""
         return max(0, num_committed - self.recent - self.sinks)
 
-    def blocks_of(self, num_committed: int) -> int:
-        """Blocks that hold so many tokens when the next one is about to run, all demoted that may be."""
-        num_demoted = self._num_demoted(num_committed)
-        return _ceil(num_committed - num_demoted, BLOCK_TOKENS) + _ceil(num_demoted, self.capacity)
+    @property
+    def blocks_per_token(self) -> float:
+        """What a token more adds in the long run."""
+        share = self.format.share
+        return (1 - share) / self.capacity + share / self.high_capacity
+
+    def mean_blocks(self, num_committed: int) -> float:
+        """What so many tokens take of blocks on average, without those since the last boundary."""
+        tokens = self.split(self._num_demoted(num_committed))
+        full = num_committed - self.num_since_boundary(num_committed) - tokens.total
+        high = tokens.high / self.high_capacity + 0.5 if self.format.share else 0
+        return full / BLOCK_TOKENS + 0.5 + tokens.low / self.capacity + 0.5 + high
+
+    def num_since_boundary(self, num_committed: int) -> int:
+        """Tokens of the answer since the last boundary."""
+        return max(0, num_committed - self.num_prompt) % BOUNDARY_TOKENS if self.eager else 0
+
+    def split(self, num_demoted: int) -> Split:
+        """How so many demoted tokens are in the formats. A token more adds one to one of the two numbers."""
+        num_high = round(self.format.share * num_demoted)
+        return Split(num_demoted - num_high, num_high)
+
+    def demoted_blocks(self, num_demoted: int) -> Split:
+        """Blocks that hold so many demoted tokens."""
+        tokens = self.split(num_demoted)
+        return Split(_ceil(tokens.low, self.capacity), _ceil(tokens.high, self.high_capacity))
 
     def peak(self, num_tokens: int) -> int:
         """The most blocks held at once on the way to so many tokens, if none are shared.
@@ -91,8 +143,8 @@ class CacheRule(Struct, frozen=True, kw_only=True):
         if num_tokens <= first:
             return _ceil(num_tokens, BLOCK_TOKENS)
         window = _ceil(self.sinks + self.recent + (self.grid or BOUNDARY_TOKENS), BLOCK_TOKENS)
-        start = _ceil(first, BLOCK_TOKENS) + _ceil(self._num_demoted(first), self.capacity) + window
-        return max(start, window + _ceil(self._num_demoted(num_tokens), self.capacity))
+        start = _ceil(first, BLOCK_TOKENS) + self.demoted_blocks(self._num_demoted(first)).total + window
+        return max(start, window + self.demoted_blocks(self._num_demoted(num_tokens)).total)
 
     def longest(self, num_blocks: int, at_most: int) -> int:
         """The most tokens, prompt included, whose peak is within `num_blocks`; 0 if the prompt's is not."""
@@ -130,12 +182,13 @@ class CacheSpace(Struct, frozen=True, kw_only=True):
 
         A seed asks for the same answer again, so it makes `pressure` into `eager`, whose answers repeat.
         """
-        cache_format = FORMAT_NAMES[plan.format]
-        if cache_format == FULL:
+        plan_format = PLAN_FORMATS[plan.format]
+        if plan_format.low == FULL:
             return None
         rule = CacheRule(
-            format=cache_format,
-            capacity=self.layout.capacity(cache_format),
+            format=plan_format,
+            capacity=self.layout.capacity(plan_format.low),
+            high_capacity=self.layout.capacity(plan_format.high),
             num_prompt=num_prompt,
             sinks=plan.sinks,
             recent=plan.recent,

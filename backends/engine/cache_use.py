@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from surefoot.backends.types import FormatStats, FormatTotal
-from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
 from .cache_rule import format_name
 from .sequence import Sequence
@@ -63,8 +62,6 @@ def _total(name: str, all_held: list[_Held]) -> FormatTotal:
 
 def _held(running: Iterable[Sequence]) -> Iterator[_Held]:
     for sequence in running:
-        flow, rule = sequence.request.message.flow, sequence.cache_rule
-        yield _Held(flow, format_name(FULL), sequence.num_full, sequence.block_table, BLOCK_TOKENS)
-        if rule is not None and sequence.num_demoted:
-            name = format_name(rule.format)
-            yield _Held(flow, name, sequence.num_demoted, sequence.demoted_table, rule.capacity)
+        flow = sequence.request.message.flow
+        for cache_format, part in sequence.held.items():
+            yield _Held(flow, format_name(cache_format), part.num_tokens, part.table, part.capacity)

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from surefoot.kernels.layout import BLOCK_TOKENS, FULL, CacheFormat
 
+from .cache_rule import CacheRule, Split
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
@@ -47,7 +48,9 @@ class Demoter:
 
     The first time a sequence's blocks may be shared, or published for others: it copies what stays in full
     precision to fresh blocks and lets go of the old ones, which the prefix cache may keep. Later it moves
-    its window together in place. Choices of a request share the full blocks of their demoted prompt.
+    its window together in place. Choices of a request share the full blocks of their demoted prompt in the
+    lower format. Those of the higher one are each choice's own: their tokens leave for the lower one, the
+    oldest first, and the next take their places.
     """
 
     def __init__(self, blocks: PrefixCache) -> None:
@@ -66,7 +69,7 @@ class Demoter:
             return max(0, sequence.blocks_missing(num_tokens))
         num_full = sequence.num_full - sequence.num_to_demote + num_tokens
         held = len(sequence.block_table) if sequence.num_demoted else 0
-        num_new = self._num_new(sequence, len(self._shared(sequence)))
+        num_new = self._num_new(sequence, len(self._shared(sequence))).total
         return num_new + max(0, math.ceil(num_full / BLOCK_TOKENS) - held)
 
     def demote(self, sequence: Sequence) -> None:
@@ -76,16 +79,13 @@ class Demoter:
             return
         shared = self._shared(sequence)
         self._pool.share(shared)
-        new = self._pool.allocate(self._num_new(sequence, len(shared)))
-        table = [*sequence.demoted_table, *shared, *new]
-        num_shared = len(shared) * rule.capacity
-        begin, end = sequence.num_demoted, sequence.num_demoted + count
-        self._move(
-            _full(sequence.block_table, range(rule.sinks + num_shared, rule.sinks + count)),
-            Places.of(rule.format, rule.capacity, table, range(begin + num_shared, end)),
-        )
+        new = self._num_new(sequence, len(shared))
+        sequence.low_table = [*sequence.low_table, *shared, *self._pool.allocate(new.low)]
+        sequence.high_table = [*sequence.high_table, *self._pool.allocate(new.high)]
+        goal = rule.split(sequence.num_demoted + count)
+        high_places = self._requantise(sequence, rule, goal, len(shared) * rule.capacity)
         self._keep(sequence, rule.sinks, count)
-        sequence.demoted_table, sequence.num_demoted = table, end
+        sequence.num_low, sequence.high_places = goal.low, high_places
 
     def num_taken(self, sequence: Sequence) -> int:
         """Free blocks that it takes to demote all of a sequence that may be, before any are given back."""
@@ -125,6 +125,28 @@ class Demoter:
                 sequence.was_reclaimed = True
                 self.demote(sequence)
 
+    def _requantise(self, sequence: Sequence, rule: CacheRule, goal: Split, num_shared: int) -> list[int]:
+        """Move what is due to the lower format, tokens of the higher one first, as they are older; then the
+        rest to the higher one, where those left places. Returns the places of its tokens.
+        """
+        places, num_low = sequence.high_places, sequence.num_low
+        lowered = places[: goal.low - num_low]
+        taken = [*lowered, *range(len(places), goal.high)]
+        first = rule.sinks + goal.low - num_low - len(lowered)
+
+        def low(tokens: range) -> Places:
+            return Places.of(rule.format.low, rule.capacity, sequence.low_table, tokens)
+
+        def high(tokens: list[int]) -> Places:
+            return Places.of(rule.format.high, rule.high_capacity, sequence.high_table, tokens)
+
+        self._move(high(lowered), low(range(num_low, num_low + len(lowered))))
+        source = range(rule.sinks + num_shared, first)
+        self._move(_full(sequence.block_table, source), low(range(goal.low - len(source), goal.low)))
+        source = range(first, first + goal.high - len(places) + len(lowered))
+        self._move(_full(sequence.block_table, source), high(taken))
+        return [*places[len(lowered) :], *taken]
+
     def _keep(self, sequence: Sequence, num_sinks: int, num_gone: int) -> None:
         """Move what stays in full precision together."""
         window = range(num_sinks + num_gone, sequence.num_full)
@@ -144,22 +166,25 @@ class Demoter:
         if source.blocks:
             self._moves.append(Move(source, target))
 
-    def _num_new(self, sequence: Sequence, num_shared: int) -> int:
-        """Blocks of the demoted list that must be allocated."""
+    def _num_new(self, sequence: Sequence, num_shared: int) -> Split:
+        """Blocks of both formats that must be allocated."""
         rule = sequence.cache_rule
         assert rule is not None
-        num_demoted = sequence.num_demoted + sequence.num_to_demote
-        return math.ceil(num_demoted / rule.capacity) - len(sequence.demoted_table) - num_shared
+        goal = rule.demoted_blocks(sequence.num_demoted + sequence.num_to_demote)
+        low = goal.low - len(sequence.low_table) - num_shared
+        return Split(low, goal.high - len(sequence.high_table))
 
     def _shared(self, sequence: Sequence) -> list[int]:
-        """Full blocks of the demoted prompt that another choice has, for one that has demoted nothing."""
-        rule, request = sequence.cache_rule, sequence.request
+        """Full blocks of the demoted prompt, in the lower format, that another choice has, for one that has
+        demoted nothing.
+        """
+        rule = sequence.cache_rule
         if rule is None or sequence.num_demoted:
             return []
-        most = max((choice.num_demoted for choice in request.sequences), default=0)
-        num_equal = max(0, min(most, sequence.num_to_demote, rule.num_prompt - rule.sinks))
-        other = next((choice for choice in request.sequences if choice.num_demoted == most), sequence)
-        return other.demoted_table[: num_equal // rule.capacity]
+        other = max(sequence.request.sequences, key=lambda choice: choice.num_low)
+        num_wanted = rule.split(sequence.num_to_demote).low
+        num_equal = max(0, min(other.num_low, num_wanted, rule.num_prompt - rule.sinks))
+        return other.low_table[: num_equal // rule.capacity]
 
 
 def _full(table: list[int], tokens: Seq[int]) -> Places:

@@ -201,7 +201,7 @@ class Engine:
             sequence.status = SequenceStatus.FINISHED
 
     def _end(self, sequence: Sequence) -> None:
-        sequence.cache_at_end = sequence.num_full, sequence.num_demoted
+        sequence.tokens_at_end = {each: part.num_tokens for each, part in sequence.held.items()}
         self.scheduler.finish(sequence)
         self.speculator.finish(sequence)
 

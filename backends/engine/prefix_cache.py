@@ -17,10 +17,6 @@ from surefoot.kernels.layout import BLOCK_TOKENS
 from .block_pool import BlockPool
 from .sequence import Request, Sequence
 
-OBSERVED_TOKENS = 16
-"""The prompt's last tokens, which run once in each request even where they are cached: what their queries
-attend to says which tokens matter."""
-
 KEY_BYTES = 16
 
 _pack_tokens = Packing(f"<{BLOCK_TOKENS}I").pack
@@ -85,9 +81,9 @@ class PrefixCache:
     def release(self, sequence: Sequence) -> None:
         """Take back a sequence's blocks; what is in the full ones can be found until they are given out."""
         self.let_go(sequence)
-        self.pool.free(sequence.demoted_table)
-        sequence.demoted_table = []
-        sequence.num_published = sequence.num_committed = sequence.num_demoted = 0
+        self.pool.free([*sequence.low_table, *sequence.high_table])
+        sequence.low_table, sequence.high_table, sequence.high_places = [], [], []
+        sequence.num_published = sequence.num_committed = sequence.num_low = 0
         sequence.num_to_reclaim = 0
 
     def let_go(self, sequence: Sequence) -> None:
@@ -111,14 +107,9 @@ class PrefixCache:
 
     def _find(self, sequence: Sequence) -> list[int]:
         """The published blocks that a sequence begins with, short of what has to run."""
-        request = sequence.request
-        if request.root_key is None:
+        if sequence.request.root_key is None:
             return []
-        most = (
-            len(sequence.token_ids) - 1
-            if request.has_run_prompt
-            else sequence.num_prompt_tokens - OBSERVED_TOKENS
-        )
+        most = len(sequence.token_ids) - 1
         if sequence.cache_rule is not None:
             most = min(most, sequence.cache_rule.first_demotion)
         blocks: list[int] = []

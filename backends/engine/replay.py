@@ -53,8 +53,8 @@ class StepReplay:
         self._programs: OrderedDict[Shape, Program | None] = OrderedDict()
         self._seen: set[Shape] = set()
         """Shapes that came once. Recording one takes as long as running it: it pays the second time."""
-        self._known: set[tuple[tuple[CacheFormat, ...], bool]] = set()
-        """Formats, and whether anything is rotated, with which the model's pass can be recorded."""
+        self._known: set[tuple[bool, bool]] = set()
+        """Whether any past is quantised and any row rotated, with which the model's pass can be recorded."""
 
     def run(self, step: StepInput) -> Tensor | None:
         """Logits `[N, vocab]` of the step, good until the next one; None for a step of another kind."""
@@ -77,7 +77,7 @@ class StepReplay:
             if shape not in self._seen:
                 self._seen.add(shape)
                 return None
-            code = shape.formats, shape.num_rotated > 0
+            code = len(shape.formats) > 1, shape.num_rotated > 0
             self._programs[shape] = self._ops.record(self._forward(shape), known=code in self._known)
             if self._programs[shape] is not None:
                 self._known.add(code)

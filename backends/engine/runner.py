@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from surefoot.kernels.base import Ops, Past, Slots
-from surefoot.kernels.layout import BLOCK_TOKENS, FULL, BlockLayout, CacheFormat
+from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, FULL, BlockLayout, CacheFormat
 
 from .demotion import Move, Places
 from .model import Attend, Model
 from .replay import StepReplay
 from .scheduler import ScheduledChunk
+from .sequence import NOTHING
 from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
 from .step_input import StepInput
@@ -80,12 +81,13 @@ def past_part(
 
 def _past_of(sequences: Sequence[EngineSequence]) -> tuple[Past, ...]:
     """Full precision, then each format that some sequence has tokens in; others have none there."""
-    parts = [past_part([seq.block_table for seq in sequences], [seq.num_full for seq in sequences])]
-    formats = {seq.format: None for seq in sequences if seq.num_demoted}
-    for cache_format in formats:
-        own = [seq if seq.format == cache_format else None for seq in sequences]
-        tables = [seq.demoted_table if seq else [] for seq in own]
-        parts.append(past_part(tables, [seq.num_demoted if seq else 0 for seq in own], cache_format))
+    held = [seq.held for seq in sequences]
+    parts = []
+    for cache_format in FORMATS:
+        if cache_format == FULL or any(cache_format in own for own in held):
+            own_parts = [own.get(cache_format, NOTHING) for own in held]
+            tables, lengths = [part.table for part in own_parts], [part.num_tokens for part in own_parts]
+            parts.append(past_part(tables, lengths, cache_format))
     return tuple(parts)
 
 

@@ -43,6 +43,17 @@ class Pace(Struct, frozen=True):
     num_tokens: int
 
 
+class Part(Struct, frozen=True):
+    """The tokens of a sequence that lie in one format, and in which blocks, of `capacity` tokens each."""
+
+    num_tokens: int
+    table: list[int]
+    capacity: int
+
+
+NOTHING = Part(0, [], 0)
+
+
 class TokenMask(Protocol):
     """Which tokens may come next: structured output, of any kind."""
 
@@ -61,9 +72,10 @@ class Sequence:
     Of `token_ids` (prompt, then output) the first `num_committed` are in the cache. The rest must run
     before the next token can be sampled: for a decoding sequence that is the last token alone.
 
-    Where the plan has a quantised format, `num_demoted` of the committed tokens lie in `demoted_table`, in
-    that format. The others fill `block_table` from its beginning, in order of position but without gaps:
-    attention asks for no order.
+    Where the plan has a quantised format, `num_demoted` of the committed tokens are in it: they lie in
+    `low_table`, but for the latest of a mixed plan, which lie in `high_table`. The others fill `block_table`.
+    Each list is filled from its beginning, without gaps and, but for the places of `high_table`, in order of
+    position: attention asks for no order.
     """
 
     def __init__(self, request: Request, choice: int, stream: ChoiceStream) -> None:
@@ -74,16 +86,19 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_committed = 0
         self.block_table: list[int] = []
-        self.num_demoted = 0
-        self.demoted_table: list[int] = []
+        self.num_low = 0
+        self.low_table: list[int] = []
+        self.high_table: list[int] = []
+        self.high_places: list[int] = []
+        """Of each token there its place among the slots of `high_table`, in order of position."""
         self.cache_rule = request.cache_rule
         """What is demoted when; the request's, unless it lost its blocks under pressure."""
         self.num_to_reclaim = 0
         """Tokens that have to be demoted by now because blocks are short."""
         self.was_reclaimed = False
         """Whether its tokens depend on how short blocks were."""
-        self.cache_at_end: tuple[int, int] | None = None
-        """Tokens in full precision, and demoted ones, when the sequence ended."""
+        self.tokens_at_end: dict[CacheFormat, int] = {}
+        """Tokens by format when the sequence ended."""
         self.block_keys: list[bytes] = []
         """Of the first full blocks of `token_ids`, as far as they were needed (prefix_cache.py)."""
         self.num_published = 0
@@ -146,10 +161,19 @@ class Sequence:
         return max(0, due - self.num_demoted)
 
     @property
-    def format(self) -> CacheFormat:
-        """Of the tokens that are demoted."""
-        rule = self.cache_rule
-        return FULL if rule is None else rule.format
+    def num_demoted(self) -> int:
+        """Committed tokens that are not in full precision any more."""
+        return self.num_low + len(self.high_places)
+
+    @property
+    def held(self) -> dict[CacheFormat, Part]:
+        """Full precision, and every other format that it has tokens in."""
+        rule, parts = self.cache_rule, {FULL: Part(self.num_full, self.block_table, BLOCK_TOKENS)}
+        if rule is not None and self.num_low:
+            parts[rule.format.low] = Part(self.num_low, self.low_table, rule.capacity)
+        if rule is not None and self.high_places:
+            parts[rule.format.high] = Part(len(self.high_places), self.high_table, rule.high_capacity)
+        return parts
 
     @property
     def is_under_pressure(self) -> bool:
@@ -164,7 +188,7 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """Blocks held, in all formats."""
-        return len(self.block_table) + len(self.demoted_table)
+        return len(self.block_table) + len(self.low_table) + len(self.high_table)
 
     @property
     def peak_blocks(self) -> int:
@@ -264,12 +288,14 @@ class Request:
         """How the tokens of the choices lay when each ended; None for full precision."""
         if self.cache_rule is None:
             return None
-        ends = [sequence.cache_at_end or (0, 0) for sequence in self.sequences]
-        num_demoted = sum(demoted for _, demoted in ends)
-        tokens = {format_name(FULL): sum(full for full, _ in ends)}
+        rule_format = self.cache_rule.format
+        formats = dict.fromkeys((FULL, rule_format.high, rule_format.low))
+        tokens = {
+            each: sum(sequence.tokens_at_end.get(each, 0) for sequence in self.sequences) for each in formats
+        }
         return CacheUsage(
-            tokens=tokens | {format_name(self.cache_rule.format): num_demoted},
-            num_demoted_tokens=num_demoted,
+            tokens={format_name(each): number for each, number in tokens.items()},
+            num_demoted_tokens=sum(number for each, number in tokens.items() if each != FULL),
             reproducible=not any(sequence.was_reclaimed for sequence in self.sequences),
         )
 

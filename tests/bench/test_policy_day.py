@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from surefoot.backends.engine.cache_rule import format_name
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.simulator import Machine, SimulationResult, simulate
@@ -13,6 +14,7 @@ from surefoot.backends.types import BASELINE_PLAN, CachePlan, ServingPlan, Specu
 from surefoot.bench.policy_day import TENANTS, Job, make_day, policies, run_day, text_of
 from surefoot.bench.policy_day_engine import CAPACITY, PlannedSimulation, blocks_held
 from surefoot.kernels.layout import FORMATS, BlockLayout
+from surefoot.policies.bounds import MIXED
 
 COST = StepCost(fixed_s=0.01, row_s=1e-5, further_row_s=1e-5, context_s=1e-8)
 SETTINGS = EngineSettings(cache_bytes=1, max_sequences=64, max_batched_tokens=512)
@@ -61,7 +63,9 @@ def test_formats_hold_more_requests() -> None:
 def test_capacities_are_the_layouts() -> None:
     """Blocks hold as many tokens as the kernels' do at 64 numbers a head; what is protected is in full."""
     layout = BlockLayout(num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
-    assert [layout.capacity(each) for each in FORMATS] == list(CAPACITY.values())
+    capacities = [layout.capacity(each) for each in FORMATS]
+    assert capacities == [CAPACITY[format_name(each)] for each in FORMATS]
+    assert 1 / CAPACITY[MIXED] == pytest.approx(0.75 / capacities[-1] + 0.25 / capacities[-2], rel=0.01)
     cache = CachePlan(format="k4v4", sinks=4, recent=60)
     assert blocks_held(cache, 96) == 6
     assert blocks_held(cache, 96 + 56) == 7

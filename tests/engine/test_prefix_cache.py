@@ -11,7 +11,7 @@ from surefoot.backends.engine.block_pool import BlockPool
 from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.cost_model import CostModel
 from surefoot.backends.engine.first_come import FirstComeScheduler
-from surefoot.backends.engine.prefix_cache import OBSERVED_TOKENS, PrefixCache
+from surefoot.backends.engine.prefix_cache import PrefixCache
 from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
@@ -127,16 +127,17 @@ class World:
 
 
 def test_a_prompt_that_is_known_is_not_computed_again() -> None:
-    """Of a repeated prompt only the last 16 tokens run, and what does not fill a block with them."""
+    """Of a repeated prompt only what does not fill a block runs, and the last token at least."""
     world = World(budget=512)
     prompt = TOKENS[:100]
     first = world.add(prompt)
     world.finish_all()
     again = world.add(prompt)
-    assert world.step() == {(1, 0): 100 - 5 * BLOCK_TOKENS}
-    assert 100 - 5 * BLOCK_TOKENS >= OBSERVED_TOKENS
-    assert (first.usage.num_cached_tokens, again.usage.num_cached_tokens) == (0, 80)
+    assert world.step() == {(1, 0): 100 - 6 * BLOCK_TOKENS}
+    assert (first.usage.num_cached_tokens, again.usage.num_cached_tokens) == (0, 96)
     assert (again.num_queried_tokens, again.usage.num_prompt_tokens) == (100, 100)
+    world.add(prompt[:96])
+    assert world.step()[2, 0] == BLOCK_TOKENS
 
 
 def test_the_next_turn_of_a_chat_finds_the_answer_too() -> None:
@@ -198,7 +199,7 @@ def test_another_salt_meets_misses_and_the_same_salt_hits() -> None:
         assert rows[0] == rows[1]
     friend = world.add(TOKENS[:100], salt="a")
     world.finish_all()
-    assert friend.num_cached_tokens == 80
+    assert friend.num_cached_tokens == 96
 
 
 def test_scored_prompts_and_a_cache_that_is_off_find_nothing() -> None:

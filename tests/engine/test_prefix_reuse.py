@@ -45,7 +45,7 @@ def test_a_hit_gives_the_bits_of_a_miss(some_parts: EngineParts, params: Samplin
     server, prompt = Server(some_parts), prompt_of(150)
     cold = server.serve(prompt, params)
     server.serve(prompt[:70] + prompt_of(20, seed=1), params, salt="partly")
-    for salt, cached in (("", 128), ("partly", 64), ("unknown", 0)):
+    for salt, cached in (("", 144), ("partly", 64), ("unknown", 0)):
         again = server.serve(prompt, params, salt=salt)
         assert again.num_cached_tokens == cached
         assert again.choices == cold.choices
@@ -118,7 +118,7 @@ def test_another_tenants_prompt_costs_what_a_new_prompt_costs(tiny_parts: Engine
     guess, control = (server.serve(prompt, params, salt="attacker") for prompt in (secret, other))
     assert guess.num_cached_tokens == control.num_cached_tokens == 0
     assert guess.rows == control.rows
-    assert server.serve(secret, params, salt="victim").num_cached_tokens == 176
+    assert server.serve(secret, params, salt="victim").num_cached_tokens == 192
 
 
 def test_counters_count_tokens_once_a_request(tiny_parts: EngineParts) -> None:
@@ -129,10 +129,10 @@ def test_counters_count_tokens_once_a_request(tiny_parts: EngineParts) -> None:
     server.serve(first, replace(params, n=2))
     server.serve(first, params)
     counters = server.engine.counters
-    assert (counters.num_queried_tokens, counters.num_cached_tokens, counters.num_evictions) == (200, 80, 0)
+    assert (counters.num_queried_tokens, counters.num_cached_tokens, counters.num_evictions) == (200, 96, 0)
     assert server.engine.pool.num_cached == 6
     server.serve(second, params)
-    assert (counters.num_queried_tokens, counters.num_cached_tokens, counters.num_evictions) == (300, 80, 5)
+    assert (counters.num_queried_tokens, counters.num_cached_tokens, counters.num_evictions) == (300, 96, 5)
     assert server.engine.pool.num_cached == 7
 
 

@@ -12,11 +12,14 @@ from msgspec.structs import replace
 
 from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
-from surefoot.backends.engine.cache_rule import FORMAT_NAMES, format_name
+from surefoot.backends.engine.cache_rule import format_name
 from surefoot.backends.engine.cache_use import formats_of, totals_of
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.first_come import FirstComeScheduler
+from surefoot.backends.engine.loss_text import default_documents
 from surefoot.backends.engine.promise_scheduler import PromiseScheduler
+from surefoot.backends.engine.quality.recall import make_haystack
+from surefoot.backends.engine.quality.texts import cut_windows
 from surefoot.backends.engine.scheduler import MakeScheduler
 from surefoot.backends.engine.sequence import Sequence as EngineSequence
 from surefoot.backends.engine.sequence import SequenceStatus
@@ -30,13 +33,14 @@ from surefoot.backends.types import (
     ServingPlan,
     SpeculationPlan,
 )
+from surefoot.kernels.layout import FORMATS as CACHE_FORMATS
 from surefoot.kernels.layout import FULL
 
 from .serving import Served, Server, blocks, load_tiny, message, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True, logprobs=0)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=140, ignore_eos=True, logprobs=0)
-FORMATS = ("k8v8", "k8v4", "k4v4")
+FORMATS = ("k8v8", "k8v4", "mixed", "k4v4")
 DRAFTS = SpeculationPlan(max_draft=8, proposers=("prediction", "ngram"))
 
 
@@ -134,13 +138,47 @@ def test_drafts_change_nothing_after_a_long_prompt(
     assert last(drafted).speculation is not None
 
 
+@pytest.mark.timeout(300)
+def test_drafts_change_nothing_about_an_early_fact(parts: EngineParts) -> None:
+    """The real model finds what 4,000 tokens of text told it early, and drafts change no token of the answer:
+    under a format it says with them what it says without.
+    """
+    tokenizer = parts.loaded.tokenizer
+    text = cut_windows(tokenizer, default_documents(), 2, 4000)[0]
+    haystack = make_haystack(tokenizer, text, ["retrieval"], seed=1)
+    question = haystack.questions[1]
+    server = Server(parts)
+    draft_always(server)
+    params = replace(GREEDY, max_tokens=70)
+    for cache_format in ("k8v4", "mixed", "k4v4"):
+        # The first one computes the prompt; the others find it in the cache.
+        alone, drafted = (
+            server.serve_all(
+                [
+                    message(
+                        [*haystack.token_ids, *question.question_ids],
+                        params,
+                        plan=plan(cache_format, drafts=drafts, recent=64),
+                    )
+                ]
+            )[0]
+            for drafts in (False, True)
+        )
+        assert drafted.choices == alone.choices
+        usage = last(drafted).speculation
+        assert usage is not None
+        assert usage.num_accepted_tokens > 0
+        answer = tuple(alone.choices[0][0][: len(question.answer_ids)])
+        assert cache_format == "k4v4" or answer == question.answer_ids
+
+
 def test_a_format_changes_what_is_computed(tiny_parts: EngineParts) -> None:
     """The equalities here are not vacuous: each format gives numbers of its own."""
     choices = [
         serve(tiny_parts, message(prompt_of(150), GREEDY, plan=plan(each))).choices
         for each in ("k16v16", *FORMATS)
     ]
-    assert len({repr(each) for each in choices}) == 4
+    assert len({repr(each) for each in choices}) == 5
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -165,7 +203,7 @@ def test_a_hit_gives_the_bits_of_a_miss(tiny_parts: EngineParts, cache_format: s
     server, prompt = Server(tiny_parts), prompt_of(150)
     cold = server.serve_all([message(prompt, GREEDY, plan=plan(cache_format))])[0]
     warm = server.serve_all([message(prompt, GREEDY, plan=plan(cache_format))])[0]
-    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 128)
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 144)
     assert warm.choices == cold.choices
     turn = [*prompt, *cold.choices[0][0], *prompt_of(30, seed=1)]
     followed = server.serve_all([message(turn, SEEDED, plan=plan(cache_format))])[0]
@@ -187,9 +225,11 @@ def test_choices_are_what_they_are_alone(
     asked = server.add(request)
     while not all(choice.num_demoted for choice in asked.sequences):
         server.engine.step()
-    capacity = asked.sequences[0].cache_rule.capacity  # type: ignore[union-attr]
-    num_shared = (200 - 36) // capacity
-    tables = [choice.demoted_table[:num_shared] for choice in asked.sequences]
+    rule = asked.cache_rule
+    assert rule is not None
+    num_shared = rule.split(200 - 36).low // rule.capacity
+    tables = [choice.low_table[:num_shared] for choice in asked.sequences]
+    assert num_shared > 0
     assert tables == [tables[0]] * 4
     assert {server.engine.pool.ref_count(block) for block in tables[0]} <= {4}
     server.engine.abort(asked.key)
@@ -205,7 +245,7 @@ def test_preemption_changes_nothing(tiny_parts: EngineParts, make: MakeScheduler
     """Sequences that lose their blocks in the middle are computed again to the same bits."""
     requests = [
         message(prompt_of(60, seed), replace(SEEDED, n=2), plan=plan(each, drafts=drafts))
-        for seed, (each, drafts) in enumerate([("k4v4", False), ("k8v4", True), ("k16v16", False)])
+        for seed, (each, drafts) in enumerate([("mixed", False), ("k8v4", True), ("k16v16", False)])
     ]
     roomy = Server(tiny_parts).serve_all(requests)
     tight = Server(tiny_parts, make, cache_bytes=blocks(tiny_parts, 26))
@@ -251,28 +291,28 @@ def test_what_is_reported_is_what_is_held(tiny_parts: EngineParts) -> None:
     assert usage == CacheUsage(tokens={"k16v16": 289 - 242, "k4v4": 242}, num_demoted_tokens=242)
     assert usage.reproducible
     assert last(serve(tiny_parts, message(prompt_of(50), GREEDY))).cache is None
+    mixed = last(serve(tiny_parts, message(prompt_of(150), GREEDY, plan=plan("mixed")))).cache
+    tokens = {"k16v16": 289 - 242, "k8v4": round(242 / 4), "k4v4": 242 - round(242 / 4)}
+    assert mixed == CacheUsage(tokens=tokens, num_demoted_tokens=242)
 
 
 def places_of(running: Sequence[EngineSequence]) -> dict[str, set[tuple[int, int]]]:
     """Block and slot of every token that lies in the cache, by format."""
     places: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for seq in running:
-        lists = [("k16v16", 16, seq.block_table, seq.num_full)]
-        if seq.cache_rule is not None:
-            name, capacity = format_name(seq.format), seq.cache_rule.capacity
-            lists.append((name, capacity, seq.demoted_table, seq.num_demoted))
-        for name, capacity, table, count in lists:
-            places[name] |= {(table[token // capacity], token % capacity) for token in range(count)}
+        for cache_format, part in seq.held.items():
+            slots = (divmod(token, part.capacity) for token in range(part.num_tokens))
+            places[format_name(cache_format)] |= {(part.table[block], slot) for block, slot in slots}
     return places
 
 
 def test_totals_are_what_blocks_hold(tiny_parts: EngineParts) -> None:
     """In all, a block and a token that several share count once, and what is left of blocks is empty."""
     server = Server(tiny_parts)
-    for number, each in enumerate(("k16v16", "k8v4", "k4v4", "k8v4")):
+    for number, each in enumerate(("k16v16", "k8v4", "mixed", "k8v4")):
         params = replace(SEEDED, n=1 + number % 3, max_tokens=70)
         server.add(message(prompt_of(200, number // 3), params, plan=plan(each, drafts=number == 1)))
-    capacity = {name: server.engine.cache_space.layout.capacity(each) for name, each in FORMAT_NAMES.items()}
+    capacity = {format_name(each): server.engine.cache_space.layout.capacity(each) for each in CACHE_FORMATS}
     seen = set()
     while server.engine.has_work:
         server.engine.step()
@@ -409,10 +449,14 @@ def test_estimates_are_what_is_freed(tiny_parts: EngineParts, seed: int) -> None
     random = Random(seed)
     server = Server(tiny_parts, (FirstComeScheduler, PromiseScheduler)[seed % 2], max_batched_tokens=96)
     server.serve(prompt_of(100), GREEDY)
-    for _ in range(4):
+    for cache_format in ("k4v4", "mixed", "k8v4", "mixed"):
         params = replace(GREEDY, n=random.choice((1, 2)), temperature=1.0)
         server.add(
-            message(prompt_of(random.choice((100, 180)), seed=random.randrange(2)), params, plan=pressed())
+            message(
+                prompt_of(random.choice((100, 180)), seed=random.randrange(2)),
+                params,
+                plan=pressed(cache_format),
+            )
         )
     demoter, pool = server.engine.scheduler._demoter, server.engine.pool  # type: ignore[attr-defined]
     num_freed = 0
@@ -465,7 +509,7 @@ def _random_request(random: Random) -> GenerateRequest:
     params = replace(SEEDED, n=random.choice((1, 1, 3)), max_tokens=random.choice((5, 80)))
     kind = plan(random.choice((*FORMATS, "k16v16")), drafts=random.random() < 0.5)
     if random.random() < 0.2:
-        return message(prompt, replace(params, seed=None), plan=pressed())
+        return message(prompt, replace(params, seed=None), plan=pressed(random.choice(("k4v4", "mixed"))))
     return message(prompt, params, plan=kind)
 
 
@@ -475,7 +519,7 @@ def _check_holders(server: Server) -> None:
     held: list[int] = [
         block
         for sequence in server.engine.scheduler.running
-        for block in (*sequence.block_table, *sequence.demoted_table)
+        for block in (*sequence.block_table, *sequence.low_table, *sequence.high_table)
     ]
     assert all(seq.status is SequenceStatus.RUNNING for seq in server.engine.scheduler.running)
     assert sorted(held) == _as_listed(pool.ref_count, pool.num_blocks)

@@ -46,14 +46,16 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def http(backend: FakeBackend) -> Iterator[TestClient]:
-    """A client of four tenants: one whose requests may choose, one whose may not, two that repeat nothing."""
+    """A client of tenants: two whose requests may choose, one whose may not, two that repeat nothing."""
     free = CacheBounds(format="k8v4", max_context=100, per_request=True)
     firm = CacheBounds(format="k8v4", protect=Protection(recent=128))
     tight = CacheBounds(format="k4v4", demote="pressure")
+    both = CacheBounds(format="mixed", per_request=True)
     tenants = Tenants(
         [
             Tenant(id="free", key_hashes=hashes("free"), policy="fixed", cache=free),
             Tenant(id="firm", key_hashes=hashes("firm"), policy="fixed", cache=firm),
+            Tenant(id="both", key_hashes=hashes("both"), policy="fixed", cache=both),
             Tenant(id="tight", key_hashes=hashes("tight"), policy="fixed", cache=tight),
             Tenant(id="same", key_hashes=hashes("same"), policy="fixed", cache=tight, reproducible=True),
         ]
@@ -84,6 +86,8 @@ def ask(http: TestClient, tenant: str = "free", path: str = CHAT, **fields: Any)
         ("firm", {"cache": None}, "k8v4-recent128", CachePlan(format="k8v4", recent=128)),
         ("tight", {}, "k4v4-pressure", CachePlan(format="k4v4", demote="pressure")),
         ("tight", {"seed": 0}, "k4v4", CachePlan(format="k4v4")),
+        ("both", {}, "mixed", CachePlan(format="mixed")),
+        ("both", {"cache": {"format": "k8v4"}}, "k8v4", CachePlan(format="k8v4")),
         ("same", {}, "k4v4", CachePlan(format="k4v4")),
     ],
 )
@@ -107,7 +111,7 @@ def test_a_plan_reaches_the_backend(
     ("wish", "param", "words"),
     [
         ({"format": "k4v4"}, "cache.format", ("'k4v4'", "less precise than your limit of 'k8v4'")),
-        ({"format": "k3v3"}, "cache.format", ("'k3v3'", "one of k16v16, k8v8, k8v4, k4v4")),
+        ({"format": "k3v3"}, "cache.format", ("'k3v3'", "one of k16v16, k8v8, k8v4, mixed, k4v4")),
         ({"format": 8}, "cache.format", ("expected `str",)),
         ({"max_context": 101}, "cache.max_context", ("101", "more than your limit of 100")),
         ({"max_context": 0}, "cache.max_context", ("between 1 and", "it is 0")),

@@ -188,7 +188,7 @@ def test_local_settings_reach_the_local_tenant() -> None:
         ("max_draft", "65", "a whole number from 0 to 64"),
         ("local_max_draft", "-1", "a whole number from 0 to 64"),
         ("scheduler", "fair", "promise or first-come"),
-        ("local_cache_format", "k3v3", "k16v16 or k8v8 or k8v4 or k4v4"),
+        ("local_cache_format", "k3v3", "k16v16 or k8v8 or k8v4 or mixed or k4v4"),
         ("synthetic_acceptance", "0.8,", "numbers from 0 to 1 with commas between them"),
         ("synthetic_acceptance", "0.8,1.1", "numbers from 0 to 1 with commas between them"),
         ("admin_key_hash", "sha256:12", "a hash from `surefoot key new`: sha256: and 64"),

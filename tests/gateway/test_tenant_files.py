@@ -145,7 +145,9 @@ HEAD = f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\n'
         (HEAD + "[cache]\nformat = 'k3v3'", "a.toml:4: 'cache.format': expected one of k16v16, k8v8,"),
         (
             HEAD + "[cache]\nformat = 'k8v8'\nprotect.important = 9",
-            "a.toml:5: 'cache.protect.important' = 9 is not served yet by this version; leave the key out",
+            "a.toml:5: 'cache.protect.important' = 9 is not served: bits were not found to do more for tokens"
+            " that are attended to most than for the latest; leave the key out, and see"
+            " 'cache.protect.recent' and the format 'mixed'",
         ),
         (HEAD + "[speculation]\nmax_draft = 65", "a.toml:4: 'speculation.max_draft': expected"),
         (HEAD + "[speculation]\nproposers = ['x']", "a.toml:4: 'speculation.proposers[0]': expected one of"),
@@ -200,7 +202,7 @@ def test_defaults_hold_for_all(folder: Folder) -> None:
         ("[limits]\nmax_m = 1", "defaults.toml:2: unknown key 'limits.max_m'. Did you mean 'max_n'?"),
         (
             "[cache.protect]\nimportant = 1",
-            "defaults.toml:2: 'cache.protect.important' = 1 is not served yet",
+            "defaults.toml:2: 'cache.protect.important' = 1 is not served: bits were not found",
         ),
     ],
 )

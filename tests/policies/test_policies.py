@@ -99,6 +99,7 @@ def test_clamp_cuts_to_what_is_served() -> None:
         "k16v16",
         "k8v4",
         "k8v4",
+        "k8v4",
         "k16v16",
     ]
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from surefoot.kernels.layout import FULL, BlockLayout
 
+from ..cache_rule import BOUNDARY_TOKENS
 from .branch import Branch
 from .importance import EVERY, PROMPT_QUERIES, Importance, watch
-from .plans import BOUNDARY, FULL_PRECISION, QualityPlan
+from .plans import FULL_PRECISION, QualityPlan
 from .reader import Piece, Reader
 
 
@@ -68,10 +69,10 @@ def force(
     """
     layout = reader.store.layout
     with forked(prompt) as own:
-        for begin in range(0, len(token_ids), BOUNDARY):
+        for begin in range(0, len(token_ids), BOUNDARY_TOKENS):
             demote(own, plan)
             after = tokens_per_byte(own.branch, layout)
-            piece = Piece(own.branch, token_ids[begin : begin + BOUNDARY])
+            piece = Piece(own.branch, token_ids[begin : begin + BOUNDARY_TOKENS])
             rows = [row for row in range(len(piece.token_ids)) if (own.branch.length + row) % EVERY == 0]
             hidden = watch(reader, piece, own.importance, rows)
             yield (

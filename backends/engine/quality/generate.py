@@ -9,8 +9,9 @@ import torch
 
 from surefoot.kernels.base import SampleRows
 
+from ..cache_rule import BOUNDARY_TOKENS
 from .forcing import Prompt, demote, forked
-from .plans import BOUNDARY, QualityPlan
+from .plans import QualityPlan
 from .reader import Piece, Reader
 
 GRAM = 4
@@ -32,7 +33,7 @@ def generate(
     with ExitStack() as stack:
         owns = [stack.enter_context(forked(prompt)) for prompt in prompts]
         for place in range(number):
-            if place % BOUNDARY == 0:
+            if place % BOUNDARY_TOKENS == 0:
                 for own in owns:
                     demote(own, plan)
             pieces = [Piece(own.branch, text[-1:]) for own, text in zip(owns, written, strict=True)]

@@ -15,6 +15,7 @@ from msgspec import Struct
 from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
 
 from ..backend import EngineParts
+from ..cache_rule import PLAN_FORMATS
 from ..device import CPU
 from ..loss_errors import LossError
 from ..loss_text import read_documents
@@ -23,7 +24,7 @@ from ..weight_mode import WeightMode
 from .branch import Branch
 from .forcing import Forced, compare, read_prompt
 from .generate import generate, repetition
-from .plans import FORMAT_NAMES, FULL_PRECISION, QualityPlan, num_blocks, window_of_equal_bytes
+from .plans import FULL_PRECISION, QualityPlan, num_blocks, window_of_equal_bytes
 from .reader import Reader
 from .recall import TASKS, Answered, Haystack, asked_later, make_haystack
 from .statistics import Estimate, difference, estimate
@@ -37,7 +38,7 @@ class QualitySettings(Struct, frozen=True, kw_only=True):
     """
 
     files: tuple[Path, ...] = ()
-    formats: tuple[str, ...] = ("k8v8", "k8v4", "k4v4")
+    formats: tuple[str, ...] = ("k8v8", "k8v4", "mixed", "k4v4")
     sinks: int = 4
     recent: tuple[int, ...] = (64,)
     context: int = 2048
@@ -50,8 +51,8 @@ class QualitySettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.formats:
-            if name not in FORMAT_NAMES:
-                raise LossError(f"no cache format {name!r}: {', '.join(FORMAT_NAMES)}")
+            if name not in PLAN_FORMATS:
+                raise LossError(f"no cache format {name!r}: {', '.join(PLAN_FORMATS)}")
         for name in self.tasks:
             if name not in TASKS:
                 raise LossError(f"no task {name!r}: {', '.join(TASKS)}")
@@ -73,7 +74,7 @@ class QualitySettings(Struct, frozen=True, kw_only=True):
     def plans(self) -> list[QualityPlan]:
         """Without the window that drops."""
         return [
-            QualityPlan(low=FORMAT_NAMES[name], sinks=self.sinks, recent=recent)
+            QualityPlan.served(name, self.sinks, recent)
             for name, recent in product(self.formats, self.recent)
         ]
 

@@ -9,14 +9,10 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from surefoot.kernels.layout import FULL, INT4, INT8, K8V4, BlockLayout, CacheFormat
+from surefoot.kernels.layout import FULL, K8V4, BlockLayout, CacheFormat
 
+from ..cache_rule import PLAN_FORMATS, format_name
 from .branch import Branch
-
-BOUNDARY = 64
-"""Tokens between two demotions, as in the engine."""
-
-FORMAT_NAMES = {"k16v16": FULL, "k8v8": INT8, "k8v4": K8V4, "k4v4": INT4}
 
 
 class Choice(StrEnum):
@@ -41,13 +37,21 @@ class QualityPlan(Struct, frozen=True, kw_only=True):
     high: CacheFormat = K8V4
     share: float = 0.0
     choice: Choice = Choice.RECENCY
+    label: str | None = None
+    """What tables call its formats, None for what they are."""
+
+    @classmethod
+    def served(cls, name: str, sinks: int, recent: int) -> QualityPlan:
+        """What the engine does under a plan whose format has this name."""
+        own = PLAN_FORMATS[name]
+        return cls(low=own.low, high=own.high, share=own.share, sinks=sinks, recent=recent, label=name)
 
     @property
     def name(self) -> str:
         """For tables."""
         low = "drop" if self.low is None else format_name(self.low)
-        if not self.share:
-            return f"{low}, recent {self.recent}"
+        if self.label or not self.share:
+            return f"{self.label or low}, recent {self.recent}"
         return f"{self.share:.1%} {format_name(self.high)} by {self.choice}, rest {low}, recent {self.recent}"
 
     def targets(self, branch: Branch, scores: Tensor) -> dict[int, CacheFormat | None]:
@@ -72,11 +76,6 @@ class QualityPlan(Struct, frozen=True, kw_only=True):
 
 
 FULL_PRECISION = QualityPlan(low=FULL)
-
-
-def format_name(cache_format: CacheFormat) -> str:
-    """As plans of tenants spell it."""
-    return f"k{cache_format.k_bits}v{cache_format.v_bits}"
 
 
 def num_blocks(plan: QualityPlan, layout: BlockLayout, length: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from surefoot.backends.engine.backend import EngineParts
+from surefoot.backends.engine.cache_rule import PLAN_FORMATS, CacheSpace
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.loss_text import default_documents
 from surefoot.backends.engine.quality.branch import BlockStore, Branch, OutOfBlocks
@@ -29,6 +30,7 @@ from surefoot.backends.engine.quality.recall import TASKS, asked_in_prompt, aske
 from surefoot.backends.engine.quality.report import report_plot, report_text
 from surefoot.backends.engine.quality.statistics import difference, estimate
 from surefoot.backends.engine.quality.texts import cut_windows
+from surefoot.backends.types import CachePlan
 from surefoot.gateway.cli import run
 from surefoot.kernels.layout import FORMATS, FULL, INT4, INT8, K8V4, BlockLayout
 from surefoot.kernels.reference import ReferenceOps
@@ -143,6 +145,25 @@ def test_the_share_holds_at_every_boundary() -> None:
             assert lowered <= set(branch.held[INT4].positions)
             lowered = set(branch.held[INT4].positions)
             assert branch.num_blocks == num_blocks(plan, LAYOUT, branch.length)
+
+
+@pytest.mark.parametrize("name", PLAN_FORMATS)
+def test_what_is_measured_is_what_is_served(name: str) -> None:
+    """At every boundary as many tokens have each format as in the engine."""
+    store, plan = _store(), QualityPlan.served(name, sinks=4, recent=8)
+    space = CacheSpace(layout=LAYOUT, num_layers=2, num_blocks=64, max_context=512)
+    rule = space.rule(CachePlan(format=name, sinks=4, recent=8), 70)
+    with Branch(store) as branch:
+        for number in (70, 64, 64, 64):
+            _fill(branch, store, number)
+            branch.move(plan.targets(branch, torch.zeros(branch.length)))
+            held = {each: len(own.positions) for each, own in branch.held.items() if own.positions}
+            if rule is None:
+                assert held == {FULL: branch.length}
+                continue
+            split = rule.split(rule.num_demoted(branch.length))
+            served = {FULL: branch.length - split.total, rule.format.low: split.low}
+            assert held == (served | {rule.format.high: split.high} if split.high else served)
 
 
 def test_equal_bytes() -> None:
@@ -292,7 +313,7 @@ def test_the_command(cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         "--tasks",
         "retrieval",
         "--formats",
-        "k4v4",
+        "mixed",
         "--output",
         str(tmp_path / "report"),
         "--threads",
@@ -303,13 +324,13 @@ def test_the_command(cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Text 2 of 2" in printed.err
     folder = tmp_path / "report"
     report = msgspec.json.decode((folder / "quality.json").read_bytes(), type=QualityReport)
-    assert report.plans[0].name == "k4v4, recent 64"
+    assert report.plans[0].name == "mixed, recent 64"
     assert report.plans[1].name.startswith("drop, recent ")
     assert {task.task for task in report.plans[0].tasks} == {"retrieval"}
     assert printed.out == report_text(report)
     assert (folder / "quality.md").read_text().startswith(printed.out)
     names = [element.text for element in ElementTree.fromstring(report_plot(report)).iter() if element.text]
-    assert {"1  k4v4, recent 64", f"2  {report.plans[1].name}"} <= set(names)
+    assert {"1  mixed, recent 64", f"2  {report.plans[1].name}"} <= set(names)
     assert (folder / "quality.svg").read_text() == report_plot(report)
 
 
