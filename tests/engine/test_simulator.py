@@ -171,7 +171,7 @@ def test_a_report_counts_by_class() -> None:
     assert (interactive.sla_class, batch.sla_class) == ("interactive", "batch")
     assert (batch.num_requests, batch.num_served, batch.refusals) == (2, 1, {"context": 1})
     assert (interactive.goodput, batch.goodput) == (1.0, 0.5)
-    assert [line.split()[0] for line in report_text(report).splitlines()[3:]] == ["interactive", "batch"]
+    assert [line.split()[0] for line in report_text(report).splitlines()[4:]] == ["interactive", "batch"]
     assert msgspec.json.decode(msgspec.json.encode(report))["classes"][1]["num_served"] == 1
 
 

@@ -17,7 +17,7 @@ from surefoot.backends.types import CachePlan, CacheUsage, FormatStats
 from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.app import create_app
 from surefoot.gateway.cli import run
-from surefoot.gateway.tenants import Tenant, Tenants, hash_key
+from surefoot.gateway.tenants import Tenant, TenantClasses, Tenants, hash_key
 from surefoot.policies.bounds import CacheBounds, Protection
 from surefoot.policies.registry import load_policies, serving_policy
 
@@ -45,12 +45,17 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def http(backend: FakeBackend) -> Iterator[TestClient]:
-    """A client of four tenants: one whose requests may choose, one whose may not, two that repeat nothing."""
+    """A client of five tenants: one whose requests may choose, one whose may not, one under pressure, one that
+    repeats, and one with a limit on loss.
+    """
     free = CacheBounds(format="k8v4", max_context=100, per_request=True)
     firm = CacheBounds(format="k8v4", protect=Protection(recent=128))
     tight = CacheBounds(format="k4v4", demote="pressure")
+    mixed = CacheBounds(format="k4v4", max_loss=0.004)
+    batch = TenantClasses(default="batch")
     tenants = Tenants(
         [
+            Tenant(id="mixed", key_hashes=hashes("mixed"), policy="adaptive", cache=mixed, classes=batch),
             Tenant(id="free", key_hashes=hashes("free"), policy="fixed", cache=free),
             Tenant(id="firm", key_hashes=hashes("firm"), policy="fixed", cache=firm),
             Tenant(id="tight", key_hashes=hashes("tight"), policy="fixed", cache=tight),
@@ -100,6 +105,19 @@ def test_a_plan_reaches_the_backend(
     assert (answer.status_code, answer.headers["x-surefoot-plan"]) == (200, name)
     assert answer.json()["system_fingerprint"] == f"fp_fake_{name}"
     assert backend.requests[-1].plan.cache == plan
+
+
+def test_a_limit_on_loss_is_kept_by_what_was_chosen(http: TestClient) -> None:
+    """`adaptive` mixes formats: one beyond what all answers may have while the tenant's limit has room, and more
+    bits where it is used up; kinds of traffic do not share their room.
+    """
+    long = [{"role": "user", "content": "word " * 200}]
+    plans = [ask(http, "mixed", messages=long).headers["x-surefoot-plan"] for _ in range(12)]
+    assert plans[:3] == ["k8v4", "k4v4", "k8v8"]
+    loss = {"k8v8": 0.0001, "k8v4": 0.0008, "k4v4": 0.009}
+    assert plans.count("k4v4") > 1
+    assert sum(loss[each] for each in plans) / len(plans) <= 0.004
+    assert ask(http, "mixed", TEXT, prompt="word " * 200).headers["x-surefoot-plan"] == "k8v4"
 
 
 @pytest.mark.parametrize(
