@@ -24,7 +24,7 @@ HEAVY_PROMPT = 1536
 """So many hold enough of the cache to have the last of what may be lost."""
 LONG_PROMPT = 4096
 """So many take so much of the cache that fewer bits pay at any pressure."""
-PRESSURE_BY_CLASS: Mapping[str, float] = {"interactive": 0.5, "standard": 0.3, "batch": 0.0}
+PRESSURE_BY_CLASS: Mapping[str, float] = {"interactive": 0.2, "standard": 0.1, "batch": 0.0}
 """From which cache pressure on a class gives up bits that cost quality: those that wait for nobody first."""
 SPARED = 0.6
 """The share of a limit on loss that prompts of any length may use up."""
@@ -91,15 +91,15 @@ def max_loss(seen: Observation) -> Opinion:
     cache, lost = seen.bounds.cache, seen.quality_loss
     if cache.max_loss is None:
         return Opinion("the tenant's file has no max_loss")
-    least = seen.least_precise
-    if lost is None or least != cache.format:
-        known = "an unknown loss" if lost is None else f"{lost:.4f} nats lost lately"
+    least, lasting = seen.least_precise, cache.lasting
+    known = "an unknown loss" if lost is None else f"{lost:.4f} nats lost lately"
+    if lost is None or least == lasting:
         return Opinion(f"{known} and max_loss {cache.max_loss:g} leave {least}", cache_format=least)
     is_heavy = seen.num_prompt_tokens is None or seen.num_prompt_tokens >= HEAVY_PROMPT
     if is_heavy or lost <= SPARED * cache.max_loss:
-        return Opinion(f"{lost:.4f} nats lost lately leave room within max_loss {cache.max_loss:g}")
+        return Opinion(f"{known} leave room for {least} in max_loss {cache.max_loss:g}", cache_format=least)
     says = f"what max_loss {cache.max_loss:g} still leaves is for prompts of {HEAVY_PROMPT} tokens or more"
-    return Opinion(says, cache_format=cache.lasting)
+    return Opinion(says, cache_format=lasting)
 
 
 def acceptance(seen: Observation) -> Opinion:

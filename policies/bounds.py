@@ -20,7 +20,7 @@ Proposer = Literal["ngram", "suffix", "prediction", "draft"]
 DEFAULT = BASELINE_PLAN.cache
 MAX_DRAFT = 64
 """No file and no request has a longer one."""
-SPENDABLE = 0.9
+SPENDABLE = 0.8
 """The share of `max_loss` that a format beyond what all may have can use up: means of few answers vary."""
 Tokens = Annotated[int, Meta(ge=0)]
 Loss = Annotated[float, Meta(ge=0)]
@@ -105,12 +105,16 @@ class CacheBounds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return next((each for each in up_to if self.loss.of(each) <= self.max_loss), FORMATS[0])
 
     def least_precise(self, quality_loss: float | None) -> Format:
-        """The least precise format that a request may have, where so much was lost lately: one beyond
-        `lasting` only while that is known to be clearly within `max_loss`.
+        """The least precise format that a request may have, where so much was lost lately: the one after
+        `lasting` as long as that is known to be clearly within `max_loss`.
+
+        No later one: a single answer would use up the room of many.
         """
-        most = None if self.max_loss is None else SPENDABLE * self.max_loss
-        has_room = most is None or (quality_loss is not None and quality_loss < most)
-        return self.format if has_room else self.lasting
+        lasting = self.lasting
+        if self.max_loss is None or lasting == self.format:
+            return lasting
+        has_room = quality_loss is not None and quality_loss < SPENDABLE * self.max_loss
+        return FORMATS[PRECISION[lasting] + has_room]
 
     def plan(self, cache_format: str) -> CachePlan:
         """A format with the protection, the moment and the context of these bounds."""

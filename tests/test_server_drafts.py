@@ -100,7 +100,8 @@ def test_opposite_formats_side_by_side(clients: dict[str, OpenAI]) -> None:
     demoted = compact.parse().metrics["cache"]
     assert demoted["format"] == "k4v4"
     assert demoted["reproducible"]
-    assert demoted["num_demoted_tokens"] == demoted["tokens"]["k4v4"] > demoted["tokens"]["k16v16"] >= 68
+    assert demoted["num_demoted_tokens"] == demoted["tokens"]["k4v4"] > 0
+    assert demoted["tokens"]["k16v16"] >= 68
     assert plain.parse().metrics["cache"] is None
     with pytest.raises(BadRequestError, match="64"):
         clients["compact"].completions.create(**ASKED | {"max_tokens": 65})

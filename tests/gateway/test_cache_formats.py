@@ -45,8 +45,8 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def http(backend: FakeBackend) -> Iterator[TestClient]:
-    """A client of five tenants: one whose requests may choose, one whose may not, one under pressure, one that
-    repeats, and one with a limit on loss.
+    """A client of five tenants: one whose requests may choose, one whose may not, one under pressure, one
+    that repeats, and one with a limit on loss.
     """
     free = CacheBounds(format="k8v4", max_context=100, per_request=True)
     firm = CacheBounds(format="k8v4", protect=Protection(recent=128))
@@ -108,8 +108,8 @@ def test_a_plan_reaches_the_backend(
 
 
 def test_a_limit_on_loss_is_kept_by_what_was_chosen(http: TestClient) -> None:
-    """`adaptive` mixes formats: one beyond what all answers may have while the tenant's limit has room, and more
-    bits where it is used up; kinds of traffic do not share their room.
+    """`adaptive` mixes formats: one beyond what all answers may have while the tenant's limit has room, and
+    more bits where it is used up; kinds of traffic do not share their room.
     """
     long = [{"role": "user", "content": "word " * 200}]
     plans = [ask(http, "mixed", messages=long).headers["x-surefoot-plan"] for _ in range(12)]
