@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 
 from .base import Decision, Observation, Step
-from .bounds import FORMATS, bounded_plan, more_precise
+from .bounds import FORMATS, PRECISION, bounded_plan, more_precise
 
 PRECISE, LEAST_PRECISE = FORMATS[0], FORMATS[-1]
 FREE = "k8v4"
@@ -117,16 +117,17 @@ def acceptance(seen: Observation) -> Opinion:
 
 def quality(seen: Observation) -> Opinion:
     """Give bits back where more was lost than may be."""
-    lost, limit = seen.quality_loss, seen.bounds.cache.max_loss
-    limit = USUAL_MAX_LOSS if limit is None else limit
+    cache, lost = seen.bounds.cache, seen.quality_loss
+    limit = USUAL_MAX_LOSS if cache.max_loss is None else cache.max_loss
     if lost is None:
         return Opinion("the loss of quality is not known yet")
     if lost > 2 * limit:
         says = f"{lost:.4f} nats lost are more than twice {limit:g}, so all bits"
         return Opinion(says, cache_format=PRECISE)
     if lost > limit:
-        says = f"{lost:.4f} nats lost are more than {limit:g}, so 8 bits at least"
-        return Opinion(says, cache_format="k8v8")
+        better = FORMATS[max(PRECISION[cache.lasting] - 1, 0)]
+        says = f"{lost:.4f} nats lost are more than {limit:g}, so {better} at least"
+        return Opinion(says, cache_format=better)
     return Opinion(f"{lost:.4f} nats lost are within {limit:g}")
 
 

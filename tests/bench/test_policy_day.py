@@ -13,7 +13,7 @@ from surefoot.backends.types import BASELINE_PLAN, CachePlan, ServingPlan, Specu
 from surefoot.bench import policy_day
 from surefoot.bench.policy_day import TENANTS, Job, is_best, make_day, mean_rows, policies, run_day, text_of
 from surefoot.bench.policy_day_engine import PlannedSimulation
-from surefoot.policies.bounds import FORMATS
+from surefoot.policies.bounds import FORMATS, CacheBounds
 
 COST = StepCost(fixed_s=0.01, row_s=1e-5, further_row_s=1e-5, context_s=1e-8)
 SETTINGS = EngineSettings(cache_bytes=1, max_sequences=64, max_batched_tokens=512)
@@ -81,10 +81,12 @@ def test_adaptive_keeps_the_limit_of_a_tenant_who_loses_more(monkeypatch: pytest
     """Where answers lose three times what formats are known to, the fixed plans break a limit that adaptive,
     which is told of it, keeps.
     """
-    fragile = [replace(each, fragility=3.0, rate=3.0) if each.id == "legal" else each for each in TENANTS]
-    monkeypatch.setattr(policy_day, "TENANTS", tuple(fragile))
-    job = Job(hour=3.0)
-    trace = make_day(job, [each for each in fragile if each.id == "legal"])
+    legal = next(each for each in TENANTS if each.id == "legal")
+    bounds = replace(legal.bounds, cache=CacheBounds(format="k4v4", max_loss=0.002))
+    fragile = replace(legal, bounds=bounds, fragility=3.0, prompt_tokens=1000, output_tokens=100, rate=6.0)
+    monkeypatch.setattr(policy_day, "TENANTS", (fragile,))
+    job = Job(hour=4.0)
+    trace = make_day(job, [fragile])
     rows = {name: run_day(name, policies()[name], trace, job) for name in ("k8v4, no drafts", "adaptive")}
     assert rows["k8v4, no drafts"].too_lossy == ["legal"]
     assert rows["adaptive"].too_lossy == []

@@ -328,7 +328,7 @@ def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool
         ({"cache_pressure": 1.0, "acceptance": 0.5}, "k8v4+draft3", "beyond 3 useless"),
         ({"cache_pressure": 1.0, "acceptance": 0.0}, "k8v4+draft1", "beyond 1 useless"),
         ({"cache_pressure": 1.0, "acceptance": 1.0}, "k8v4+draft8", "no rule is against"),
-        ({"cache_pressure": 1.0, "quality_loss": 0.03}, "k8v8+draft8", "8 bits at least"),
+        ({"cache_pressure": 1.0, "quality_loss": 0.03}, "k8v8+draft8", "so k8v8 at least"),
         ({"cache_pressure": 1.0, "quality_loss": 0.06}, "draft8", "all bits"),
         ({"num_prompt_tokens": 1000, "bounds": PRESSURE}, "k4v4-pressure+draft8", "no rule is against"),
         ({"num_prompt_tokens": 100, "bounds": PRESSURE}, "draft8", "fewer than 128"),
@@ -342,7 +342,7 @@ def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool
         ({**BUSY, "quality_loss": 0.003}, "k8v4+draft8", "for prompts of 1536 tokens or more"),
         ({**BUSY, "quality_loss": 0.003, "num_prompt_tokens": 2000}, "k4v4+draft8", "no rule is against"),
         ({**BUSY, "quality_loss": 0.0037}, "k8v4+draft8", "0.0037 nats lost lately and max_loss 0.004"),
-        ({**BUSY, "quality_loss": 0.005}, "k8v8+draft8", "more than 0.004, so 8 bits"),
+        ({**BUSY, "quality_loss": 0.005}, "k8v8+draft8", "more than 0.004, so k8v8 at least"),
         ({**BUSY, "quality_loss": 0.01}, "draft8", "more than twice 0.004, so all bits"),
         (
             {"verdicts": (GuardVerdict("speculation", "too slow"),)},
