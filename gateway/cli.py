@@ -10,13 +10,14 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from surefoot.backends.catalog import ModelNotFound, packaged_models, prepared_models, supported_models
 from surefoot.bench.cli import build_bench_app
+from surefoot.policies.bounds import Format
 
 from .policy_cli import build_policy_app
 from .settings import EffectiveSettings, SettingsError, default_text, describe, resolve, value_text
@@ -147,6 +148,11 @@ So many requests a second of each class, on this machine and on one ten times as
     surefoot simulate --rate interactive=1 --rate batch=8
     surefoot simulate --rate interactive=1 --rate batch=80 --speed 10
 
+More requests in the same cache, and a GPU by its data sheet instead of this machine:
+
+    surefoot simulate --rate batch=4 --prompt-tokens 2000 --cache-format k8v4
+    surefoot simulate --gpu h100 --rate batch=20 --cache-format k4v4
+
 A trace, and how first-come-first-served would do on it:
 
     surefoot simulate --trace day.jsonl --json
@@ -234,6 +240,14 @@ class SimulateFlags:
     cost: Annotated[
         Path | None, Parameter(help="File of step costs [what the model's server kept, else measured now]")
     ] = None
+    gpu: Annotated[
+        Literal["l40s", "h100", "h200"] | None,
+        Parameter(show_default=False, help="Instead: Llama-3.1-8B on this GPU, by its data sheet"),
+    ] = None
+    cache_format: Annotated[
+        Format,
+        Parameter(help="How precise the cache is, for all requests"),
+    ] = "k16v16"
     cache_blocks: Annotated[
         int | None, Parameter(help="Blocks of 16 tokens that the cache has [as the server had]")
     ] = None

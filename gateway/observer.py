@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 from surefoot.backends.base import Backend
-from surefoot.backends.types import ChatPrompt, Prompt, TextPrompt
+from surefoot.backends.types import ChatPrompt, Prompt, ServingPlan, TextPrompt
 from surefoot.policies.base import Observation
+from surefoot.policies.recent_loss import RecentLoss, expected_loss
 
 from .overrides import Overrides
 from .schemas import ChatRequest, CompletionRequest
@@ -18,11 +19,15 @@ CHARACTERS_PER_TOKEN = 4
 
 
 class Observer:
-    """Puts together what is known when a request is admitted. `now` gives Unix time."""
+    """Puts together what is known when a request is admitted, and remembers what plans are expected to lose.
+
+    `now` gives Unix time.
+    """
 
     def __init__(self, overrides: Overrides, now: Callable[[], float] = time.time) -> None:
         self._overrides = overrides
         self._now = now
+        self._recent = RecentLoss()
 
     def observe(
         self,
@@ -45,6 +50,7 @@ class Observer:
             cache_pressure=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
             load=stats.num_running + stats.num_waiting,
             acceptance=stats.speculation.acceptance.get(tenant.id, {}).get(kind),
+            quality_loss=self._recent.get(_traffic(tenant.id, kind)),
             hour=self._now() % 86400 / 3600,
             override=override.plan if override else None,
             max_draft=asked.max_draft,
@@ -53,6 +59,16 @@ class Observer:
             has_seed=asked.seed is not None,
             bounds=tenant.bounds,
         )
+
+    def note(self, seen: Observation, plan: ServingPlan) -> None:
+        """Remember the plan that was chosen for a request."""
+        loss = expected_loss(plan.cache, seen.bounds.cache.loss, seen.num_prompt_tokens)
+        self._recent.choose(_traffic(seen.tenant_id, seen.kind), loss)
+
+
+def _traffic(tenant_id: str, kind: str) -> str:
+    """What is alike enough for one mean."""
+    return f"{tenant_id} {kind}"
 
 
 def estimate_tokens(prompt: Prompt) -> int:

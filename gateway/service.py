@@ -81,6 +81,7 @@ class Service:
         tenant.check_cache(asked.cache)
         seen = self._observer.observe(tenant, promise.name, asked, backend)
         decision = self._policy.decide(seen)
+        self._observer.note(seen, decision.plan)
         record.note_plan(seen, decision)
         label = _label(asked, endpoint, promise, decision.plan)
         deadline_s = _deadline_s(request, record)

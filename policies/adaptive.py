@@ -12,22 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 
 from .base import Decision, Observation, Step
-from .bounds import FORMATS, bounded_plan, more_precise
+from .bounds import FORMATS, PRECISION, bounded_plan, more_precise
 
 PRECISE, LEAST_PRECISE = FORMATS[0], FORMATS[-1]
 FREE = "k8v4"
-"""The least precise format whose loss could not be told from none: it needs no pressure to be taken."""
+"""The least precise format whose loss could hardly be told from none: it needs no pressure to be taken."""
 NO_LIMIT = 1_000_000
-SHORT_PROMPT = 512
-"""Fewer tokens take too little of the cache for fewer bits to be worth anything."""
+SHORT_PROMPT = 128
+"""Fewer tokens are nearly all protected, so that fewer bits bring next to nothing."""
+HEAVY_PROMPT = 1536
+"""So many hold enough of the cache to have the last of what may be lost."""
 LONG_PROMPT = 4096
 """So many take so much of the cache that fewer bits pay at any pressure."""
-PRESSURE_BY_CLASS: Mapping[str, float] = {"interactive": 0.9, "standard": 0.7, "batch": 0.0}
+PRESSURE_BY_CLASS: Mapping[str, float] = {"interactive": 0.2, "standard": 0.1, "batch": 0.0}
 """From which cache pressure on a class gives up bits that cost quality: those that wait for nobody first."""
+SPARED = 0.6
+"""The share of a limit on loss that prompts of any length may use up."""
 WORTHWHILE = 0.1
 """A drafted token that is reached and accepted less often than this is not worth its row."""
-SOME_LOSS, TOO_MUCH_LOSS = 0.02, 0.05
-"""Nats per token. 0.05 is about what groups of 4 bits cost the default model's weights."""
+USUAL_MAX_LOSS = 0.02
+"""Nats per token, where the tenant's file has no limit."""
 
 
 class Opinion(Struct, frozen=True):
@@ -41,8 +45,21 @@ class Opinion(Struct, frozen=True):
 Rule = Callable[[Observation], Opinion]
 
 
+def guard(seen: Observation) -> Opinion:
+    """Hold back what a guard holds back."""
+    if not seen.verdicts:
+        return Opinion("no guard holds anything back")
+    held = {verdict.optimisation: verdict.reason for verdict in seen.verdicts}
+    return Opinion(
+        "; ".join(f"a guard holds {name} back: {reason}" for name, reason in held.items()),
+        max_draft=0 if "speculation" in held else NO_LIMIT,
+        cache_format=PRECISE if "cache" in held else LEAST_PRECISE,
+    )
+
+
 def pressure(seen: Observation) -> Opinion:
-    """Give up only what costs nothing while the cache has room for this class, unless the prompt is long.
+    """Give up only what costs next to nothing while the cache has room for this class, unless the prompt is
+    long.
 
     Where the engine demotes under pressure, it waits for that by itself, and with what it sees later.
     """
@@ -67,6 +84,24 @@ def prompt_length(seen: Observation) -> Opinion:
     return Opinion(f"{seen.num_prompt_tokens} prompt tokens are enough for fewer bits")
 
 
+def max_loss(seen: Observation) -> Opinion:
+    """Keep what is lost in the mean within the tenant's limit, and the last of it for prompts that fewer bits
+    do most for.
+    """
+    cache, lost = seen.bounds.cache, seen.quality_loss
+    if cache.max_loss is None:
+        return Opinion("the tenant's file has no max_loss")
+    least, lasting = seen.least_precise, cache.lasting
+    known = "an unknown loss" if lost is None else f"{lost:.4f} nats lost lately"
+    if lost is None or least == lasting:
+        return Opinion(f"{known} and max_loss {cache.max_loss:g} leave {least}", cache_format=least)
+    is_heavy = seen.num_prompt_tokens is None or seen.num_prompt_tokens >= HEAVY_PROMPT
+    if is_heavy or lost <= SPARED * cache.max_loss:
+        return Opinion(f"{known} leave room for {least} in max_loss {cache.max_loss:g}", cache_format=least)
+    says = f"what max_loss {cache.max_loss:g} still leaves is for prompts of {HEAVY_PROMPT} tokens or more"
+    return Opinion(says, cache_format=lasting)
+
+
 def acceptance(seen: Observation) -> Opinion:
     """Draft as far as a token still has a chance, and at least one, since nothing else shows a recovery."""
     if seen.acceptance is None:
@@ -81,19 +116,22 @@ def acceptance(seen: Observation) -> Opinion:
 
 
 def quality(seen: Observation) -> Opinion:
-    """Give bits back as quality is lost."""
-    if seen.quality_loss is None:
+    """Give bits back where more was lost than may be."""
+    cache, lost = seen.bounds.cache, seen.quality_loss
+    limit = USUAL_MAX_LOSS if cache.max_loss is None else cache.max_loss
+    if lost is None:
         return Opinion("the loss of quality is not known yet")
-    if seen.quality_loss > TOO_MUCH_LOSS:
-        says = f"{seen.quality_loss:.3f} nats lost are more than {TOO_MUCH_LOSS}, so all bits"
+    if lost > 2 * limit:
+        says = f"{lost:.4f} nats lost are more than twice {limit:g}, so all bits"
         return Opinion(says, cache_format=PRECISE)
-    if seen.quality_loss > SOME_LOSS:
-        says = f"{seen.quality_loss:.3f} nats lost are more than {SOME_LOSS}, so 8 bits at least"
-        return Opinion(says, cache_format="k8v8")
-    return Opinion(f"{seen.quality_loss:.3f} nats lost are within {SOME_LOSS}")
+    if lost > limit:
+        better = FORMATS[max(PRECISION[cache.lasting] - 1, 0)]
+        says = f"{lost:.4f} nats lost are more than {limit:g}, so {better} at least"
+        return Opinion(says, cache_format=better)
+    return Opinion(f"{lost:.4f} nats lost are within {limit:g}")
 
 
-RULES: tuple[Rule, ...] = (pressure, prompt_length, acceptance, quality)
+RULES: tuple[Rule, ...] = (guard, pressure, prompt_length, max_loss, acceptance, quality)
 
 
 class AdaptivePolicy:

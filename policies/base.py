@@ -56,6 +56,11 @@ class Observation(Struct, frozen=True, kw_only=True):
     bounds: PlanBounds = PlanBounds()
 
     @property
+    def least_precise(self) -> str:
+        """The least precise format that the tenant's file allows, by what was lost lately."""
+        return self.bounds.cache.least_precise(self.quality_loss)
+
+    @property
     def must_repeat(self) -> str | None:
         """Why the plan may not depend on what else the server does; None if it may."""
         if self.bounds.reproducible:

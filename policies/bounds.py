@@ -5,6 +5,7 @@ A tenant's file has these as its tables `[speculation]`, `[cache]` and `[schedul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -17,11 +18,15 @@ FORMATS: tuple[Format, ...] = ("k16v16", "k8v8", "k8v4", "mixed", "k4v4")
 k4v4 for the others.
 """
 MIXED: Format = "mixed"
+PRECISION: Mapping[str, int] = {name: rank for rank, name in enumerate(FORMATS)}
 Proposer = Literal["ngram", "suffix", "prediction", "draft"]
 DEFAULT = BASELINE_PLAN.cache
 MAX_DRAFT = 64
 """No file and no request has a longer one."""
+SPENDABLE = 0.8
+"""The share of `max_loss` that a format beyond what all may have can use up: means of few answers vary."""
 Tokens = Annotated[int, Meta(ge=0)]
+Loss = Annotated[float, Meta(ge=0)]
 Hour = Annotated[float, Meta(ge=0, le=24)]
 
 
@@ -54,18 +59,70 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     important: Tokens | None = None
 
 
+class Losses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nats per token that a format's answers lose in the mean against full precision.
+
+    Measured on the default model after 4,096 tokens with the usual protection (docs/measurements.md,
+    "Mixed-precision cache: the study"); `surefoot quality` measures another one's.
+    """
+
+    k8v8: Loss = 0.0001
+    k8v4: Loss = 0.0008
+    mixed: Loss = 0.0045
+    k4v4: Loss = 0.0090
+
+    def of(self, cache_format: str) -> float:
+        """A format's; an unknown one counts as the least precise."""
+        match cache_format:
+            case "k16v16":
+                return 0.0
+            case "k8v8":
+                return self.k8v8
+            case "k8v4":
+                return self.k8v4
+            case "mixed":
+                return self.mixed
+            case _:
+                return self.k4v4
+
+
 class CacheBounds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The least precise format, what is protected from it, when it is applied, and the longest context.
 
-    `demote` None is `eager`. With `per_request` a request may ask for more bits or a shorter context, by its
-    field `cache`.
+    `max_loss` is what answers may lose in the mean, in nats per token, where formats lose what `loss` says:
+    one that loses more may have a part in that mean, but not be had by all. `demote` None is `eager`. With
+    `per_request` a request may ask for more bits or a shorter context, by its field `cache`.
     """
 
     format: Format = "k16v16"
+    max_loss: Loss | None = None
+    loss: Losses = Losses()
     protect: Protection = Protection()
     demote: Literal["eager", "pressure"] | None = None
     max_context: Annotated[int, Meta(ge=1)] | None = None
     per_request: bool = False
+
+    @property
+    def lasting(self) -> Format:
+        """The least precise format that keeps `max_loss` if every request has it."""
+        if self.max_loss is None:
+            return self.format
+        for each in FORMATS[PRECISION[self.format] : 0 : -1]:
+            if self.loss.of(each) <= self.max_loss:
+                return each
+        return FORMATS[0]
+
+    def least_precise(self, quality_loss: float | None) -> Format:
+        """The least precise format that a request may have, where so much was lost lately: the one after
+        `lasting` as long as that is known to be clearly within `max_loss`.
+
+        No later one: a single answer would use up the room of many.
+        """
+        lasting = self.lasting
+        if self.max_loss is None or lasting == self.format:
+            return lasting
+        has_room = quality_loss is not None and quality_loss < SPENDABLE * self.max_loss
+        return FORMATS[PRECISION[lasting] + has_room]
 
     def plan(self, cache_format: str) -> CachePlan:
         """A format with the protection, the moment and the context of these bounds."""
@@ -139,4 +196,4 @@ def _cache_name(cache: CachePlan) -> str:
 
 def more_precise(first: str, second: str) -> str:
     """Of two formats, the one with more bits; an unknown one counts as the least precise."""
-    return min(first, second, key=lambda each: FORMATS.index(each) if each in FORMATS else len(FORMATS))
+    return first if PRECISION.get(first, len(FORMATS)) <= PRECISION.get(second, len(FORMATS)) else second

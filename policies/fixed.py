@@ -7,10 +7,10 @@ from .bounds import bounded_plan
 
 
 class FixedPolicy:
-    """The longest drafts and the least precise format within the bounds."""
+    """The longest drafts, and the least precise format whose loss keeps the limit if all requests have it."""
 
     def decide(self, observation: Observation) -> Decision:
         """The same plan for all requests of a tenant."""
         bounds = observation.bounds
-        plan = bounded_plan(bounds, bounds.speculation.ceiling, bounds.cache.format)
+        plan = bounded_plan(bounds, bounds.speculation.ceiling, bounds.cache.lasting)
         return Decision(plan, f"the policy is fixed, and the tenant's file allows {plan.name}")

@@ -103,6 +103,7 @@ def sample_bounds() -> Iterator[PlanBounds]:
         CacheBounds(format="k8v8", max_context=4096),
         CacheBounds(format="k4v4"),
         CacheBounds(format="k8v4", protect=Protection(sinks=8, recent=256), demote="pressure"),
+        CacheBounds(format="k4v4", max_loss=0.002),
     )
     for speculation, cache in product(drafts, caches):
         yield PlanBounds(speculation=speculation, cache=cache)
@@ -134,9 +135,8 @@ def _check_one(policy: Policy, observation: Observation) -> Decision:
     _require(msgspec.json.encode(observation) == before, "changed the observation", observation)
     _require(isinstance(decision, Decision), f"returned {decision!r}, which is no Decision", observation)
     plan = named_plan(decision.plan.cache, decision.plan.speculation)
-    _require(
-        within_bounds(plan, observation.bounds) == plan, f"went beyond the bounds with {plan}", observation
-    )
+    bounded = within_bounds(plan, observation.bounds, observation.quality_loss)
+    _require(bounded == plan, f"went beyond the bounds with {plan}", observation)
     reason = decision.reason
     sentence = bool(reason.strip()) and "\n" not in reason and not reason.endswith(".")
     _require(sentence, f"gave {reason!r} as the reason, not one sentence without a full stop", observation)

@@ -66,8 +66,9 @@ class OrBaseline:
 class Repeatable:
     """For what must repeat, a plan in which the cache depends on nothing else that the server does.
 
-    The wrapped policy sees an idle server, and what it would demote under pressure is demoted at once. Drafts
-    change no answer, so where the file allows no other format than full precision all stays as it is.
+    The wrapped policy sees an idle server of which no loss is known, and what it would demote under pressure
+    is demoted at once. Drafts change no answer, so where the file allows no other format than full precision
+    all stays as it is.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -78,7 +79,7 @@ class Repeatable:
         why = observation.must_repeat
         if why is None or observation.bounds.cache.format == FORMATS[0]:
             return self._policy.decide(observation)
-        decision = self._policy.decide(replace(observation, cache_pressure=0.0, load=0))
+        decision = self._policy.decide(replace(observation, cache_pressure=0.0, load=0, quality_loss=None))
         plan, says = decision.plan, f"as on an idle server, since {why}"
         if plan.cache.demote == "pressure":
             plan = named_plan(replace(plan.cache, demote="eager"), plan.speculation)
@@ -100,7 +101,7 @@ class Clamp:
         """Say in the reason what was cut."""
         decision = self._policy.decide(observation)
         wanted = within_context(decision.plan, observation)
-        allowed = within_bounds(wanted, observation.bounds)
+        allowed = within_bounds(wanted, observation.bounds, observation.quality_loss)
         wished = within_wish(allowed, observation)
         served = within_supported(wished, self._supported)
         cuts = []
@@ -126,12 +127,14 @@ def within_context(plan: ServingPlan, seen: Observation) -> ServingPlan:
     return named_plan(replace(plan.cache, max_context=longest), plan.speculation)
 
 
-def within_bounds(plan: ServingPlan, bounds: PlanBounds) -> ServingPlan:
+def within_bounds(plan: ServingPlan, bounds: PlanBounds, quality_loss: float | None = None) -> ServingPlan:
     """As much of a plan as the tenant's file allows: no fewer bits, no less protected, no longer drafts.
 
-    To demote under pressure is for the file to choose; at once is always allowed.
+    To demote under pressure is for the file to choose; at once is always allowed. `quality_loss` is what was
+    lost lately, None if that is not known.
     """
-    least, limits = bounds.cache.plan(bounds.cache.format), bounds.speculation
+    least = bounds.cache.plan(bounds.cache.least_precise(quality_loss))
+    limits = bounds.speculation
     cache = replace(
         plan.cache,
         format=more_precise(plan.cache.format, least.format),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from msgspec import Struct
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from surefoot.gateway.cli import run
 from surefoot.gateway.tenant_folder import TenantFolder
 from surefoot.gateway.tenants import Tenant
 from surefoot.policies.base import Observation
+from surefoot.policies.bounds import SPENDABLE, Losses
 from surefoot.policies.registry import BUILT_IN, load_policies, serving_policy
 
 TEXT = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
@@ -29,7 +30,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def tenants(tmp_path: Path) -> Path:
     """A folder with the page's tenant and its defaults."""
-    acme, defaults, _, _ = blocks("toml")
+    acme, defaults, *_ = blocks("toml")
     (tmp_path / "acme.toml").write_text(acme)
     (tmp_path / "defaults.toml").write_text(defaults)
     return tmp_path
@@ -43,7 +44,7 @@ def test_tenant_files(tenants: Path) -> None:
 
 def test_a_tenant_with_a_format(tmp_path: Path) -> None:
     """The page's tenant of long documents gets the plan that the page names."""
-    (tmp_path / "archive.toml").write_text(blocks("toml")[2])
+    (tmp_path / "archive.toml").write_text(blocks("toml")[3])
     tenant = TenantFolder(tmp_path, BUILT_IN).load().loaded["archive"].tenant
     seen = Observation(
         tenant_id="archive", model="m", policy=tenant.policy, bounds=tenant.bounds, num_prompt_tokens=5000
@@ -53,12 +54,24 @@ def test_a_tenant_with_a_format(tmp_path: Path) -> None:
     assert f"`{plan.name}`" in TEXT
 
 
+def test_a_limit_on_loss(tenants: Path) -> None:
+    """The page's limit means the format that the page names for all, by its own figures and by ours."""
+    (tenants / "defaults.toml").write_text(blocks("toml")[2])
+    cache = TenantFolder(tenants, BUILT_IN).load().loaded["acme"].tenant.cache
+    assert (cache.lasting, cache.least_precise(0.003)) == ("k8v4", "k4v4")
+    assert cache.loss.k4v4 == 0.012
+    ours = Losses()
+    assert replace(cache, loss=ours).lasting == "k8v4"
+    share = (SPENDABLE * 0.005 - ours.k8v4) / (ours.k4v4 - ours.k8v4)
+    assert share == pytest.approx(0.4, abs=0.05)
+
+
 def test_module() -> None:
     """The page's modules pass the test kit as the page runs it, and its entry point names one of them."""
     names: dict[str, Any] = {}
     for block in blocks("python"):
         exec(block, names)
-    (point,) = tomllib.loads(blocks("toml")[3])["project"]["entry-points"]["surefoot.policies"].values()
+    (point,) = tomllib.loads(blocks("toml")[4])["project"]["entry-points"]["surefoot.policies"].values()
     assert point.partition(":")[2] in names
 
 

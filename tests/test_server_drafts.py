@@ -1,4 +1,6 @@
-"""Two tenants of one server with opposite files: one drafts and one does not, and only their times differ."""
+"""Tenants of one server with opposite files: who drafts differs from who does not in times alone, and who has
+fewer bits in the cache has a plan, limits and metrics of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from surefoot.gateway.tenants import new_key
 
@@ -28,6 +31,7 @@ FILES = {
     "drafter": 'policy = "fixed"\n[speculation]\nmax_draft = 6\nproposers = ["prediction", "ngram"]\n',
     "plain": 'policy = "baseline"\n[speculation]\nenabled = false\n',
 }
+COMPACT = 'policy = "fixed"\n[cache]\nformat = "k4v4"\n[limits]\nmax_tokens = 64\n'
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def clients(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A client of each tenant, on one server."""
     folder = tmp_path_factory.mktemp("drafts")
     keys = {}
-    for name, text in FILES.items():
+    for name, text in {**FILES, "compact": COMPACT}.items():
         keys[name], key_hash = new_key()
         (folder / f"{name}.toml").write_text(f'id = "{name}"\nkey_hashes = ["{key_hash}"]\n{text}')
     flags = (f"--tenants={folder}", "--usage-db=none")
@@ -73,6 +77,63 @@ def test_opposite_files_side_by_side(clients: dict[str, OpenAI]) -> None:
     labelled = [line for line in lines if not line.startswith("#")]
     assert labelled
     assert all('tenant="drafter"' in line and 'proposer="ngram"' in line for line in labelled)
+
+
+def test_opposite_formats_side_by_side(clients: dict[str, OpenAI]) -> None:
+    """One tenant's tokens are demoted and another's are not, in one batch: each gets the answer that it gets
+    alone, and plan, fingerprint, limit, counts and metrics are each its own.
+    """
+    names = ("compact", "plain")
+
+    def ask(name: str) -> Any:
+        asked = ASKED | {"max_tokens": 64, "temperature": 0}
+        return clients[name].completions.with_raw_response.create(**asked)
+
+    alone = {name: ask(name).parse().choices[0].text for name in names}
+    with ThreadPoolExecutor() as pool:
+        compact, plain = pool.map(ask, names)
+    for name, raw, plan in zip(names, (compact, plain), ("k4v4", "baseline"), strict=True):
+        answer = raw.parse()
+        assert raw.headers["x-surefoot-plan"] == plan
+        assert answer.system_fingerprint.endswith(f":{plan}")
+        assert answer.choices[0].text == alone[name]
+    demoted = compact.parse().metrics["cache"]
+    assert demoted["format"] == "k4v4"
+    assert demoted["reproducible"]
+    assert demoted["num_demoted_tokens"] == demoted["tokens"]["k4v4"] > 0
+    assert demoted["tokens"]["k16v16"] >= 68
+    assert plain.parse().metrics["cache"] is None
+    with pytest.raises(BadRequestError, match="64"):
+        clients["compact"].completions.create(**ASKED | {"max_tokens": 65})
+    assert (
+        {("compact", "k4v4"), ("plain", "k16v16")}
+        <= formats_held(clients)
+        <= {
+            ("compact", "k4v4"),
+            ("compact", "k16v16"),
+            ("plain", "k16v16"),
+        }
+    )
+
+
+def formats_held(clients: dict[str, OpenAI]) -> set[tuple[str, str]]:
+    """The formats of each tenant's tokens, as metrics have them while both are being answered."""
+    url = str(clients["plain"].base_url).removesuffix("/v1/")
+    seen: set[tuple[str, str]] = set()
+    asked = ASKED | {"max_tokens": 64, "temperature": 0, "stream": True}
+    with (
+        clients["plain"].completions.create(**asked) as plain,
+        clients["compact"].completions.create(**asked) as compact,
+    ):
+        for _ in zip(plain, compact, strict=False):
+            for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+                if family.name == "surefoot_format_tokens":
+                    seen |= {
+                        (each.labels["tenant"], each.labels["format"])
+                        for each in family.samples
+                        if each.value > 0
+                    }
+    return seen
 
 
 def test_an_answer_that_was_predicted(clients: dict[str, OpenAI]) -> None:

@@ -31,8 +31,6 @@ from .backend import EngineParts
 from .cache_rule import BOUNDARY_TOKENS, FULL_NAME, CacheSpace
 from .cost_model import StepCost
 from .engine import Engine
-from .promise_scheduler import PromiseScheduler
-from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
 from .simulator import Machine, SimulationResult, blocks_of, simulate
 from .speculation.bench_engine import load_bench_parts, make_bench_engine, say
@@ -209,20 +207,14 @@ def _run_full(engine: Engine, num_requests: int) -> list[int]:
 def simulated(job: Job, space: CacheSpace, cache_format: str, cost: StepCost = GPU) -> SimulationResult:
     """The same in virtual time; requests come at `BEGIN_S`, after one that shows how long answers are."""
 
-    class Scheduler(PromiseScheduler):
-        """Knows what a request demotes."""
-
-        def add(self, sequence: EngineSequence) -> None:
-            sequence.cache_rule = space.rule(CachePlan(format=cache_format), sequence.num_prompt_tokens)
-            super().add(sequence)
-
     def traced(arrival_s: float, num_prompt: int) -> TraceRequest:
         return TraceRequest(arrival_s=arrival_s, prompt_tokens=num_prompt, output_tokens=job.output_tokens)
 
     settings = EngineSettings(cache_bytes=space.num_blocks * space.block_bytes, max_sequences=MAX_SEQUENCES)
-    machine = Machine(settings=settings, num_blocks=space.num_blocks, cost=cost)
+    machine = Machine(settings=settings, num_blocks=space.num_blocks, cost=cost, layout=space.layout)
+    plan = ServingPlan(name=cache_format, cache=CachePlan(format=cache_format))
     trace = [traced(0.0, BOUNDARY_TOKENS), *[traced(BEGIN_S, job.prompt_tokens)] * job.requests]
-    return simulate(trace, machine, make_scheduler=Scheduler, promises={})
+    return simulate(trace, machine, promises={}, plan=plan)
 
 
 def _decode(job: Job, parts: EngineParts, formats: Sequence[str], context: int) -> list[Decoding]:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from surefoot.backends.types import CachePlan, ServingPlan
+
+from .cache_rule import FULL_NAME, PLAN_FORMATS
 from .engine import Engine, EngineCounters
+from .gpu_times import GPUS, GpuTimes
 from .machine_file import MachineCost, load_machine, save_machine
 from .settings import EngineSettings
 from .simulation_report import SimulationReport, report_of
-from .simulator import Machine, simulate
+from .simulator import Machine, gpu_machine, simulate
 from .start import SCHEDULERS, EngineOptions, Progress, cost_file, engine_settings, load_parts
 from .trace import (
     Lengths,
@@ -28,8 +32,9 @@ from .trace import (
 class SimulationSettings(Struct, frozen=True, kw_only=True):
     """What is simulated. With a `trace` the numbers of a synthetic one are of no interest.
 
-    `cost` is a file of step costs (None: what the model's server kept, else measured now); `cache_blocks`
-    None is what the server had. `ValueError` for a number of no use.
+    `cost` is a file of step costs (None: what the model's server kept, else measured now), `gpu` a device of
+    `GPUS` with Llama-3.1-8B instead; `cache_blocks` None is what the server had or the device has room for.
+    All requests have `cache_format`. `ValueError` for what is of no use.
     """
 
     trace: Path | None = None
@@ -40,9 +45,19 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     seed: int = 0
     speed: float = 1.0
     cost: Path | None = None
+    gpu: str | None = None
+    cache_format: str = FULL_NAME
     cache_blocks: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value, known in (
+            ("gpu", self.gpu, (None, *GPUS)),
+            ("cache_format", self.cache_format, PLAN_FORMATS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(filter(None, known))}, got {value}")
+        if self.gpu is not None and (self.cost is not None or self.speed != 1):
+            raise ValueError("gpu says what steps cost: leave cost and speed out")
         for name in ("duration", "prompt_tokens", "output_tokens", "speed", "cache_blocks"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value:g}")
@@ -58,22 +73,25 @@ def simulate_machine(
     `ModelError`.
     """
     trace = trace_of(what, promises)
-    known = machine_cost(options, what.cost, progress)
-    machine = Machine(
-        settings=EngineSettings(
-            cache_bytes=1,  # The blocks are given; nothing is stored in them.
-            max_sequences=options.max_sequences,
-            max_batched_tokens=options.max_batched_tokens,
-            max_prefill_chunk=options.max_prefill_chunk,
-            max_waiting=options.max_waiting,
-            max_waiting_s=options.max_waiting_s,
-            headroom=options.headroom,
-            prefix_cache=options.prefix_cache,
-        ),
-        num_blocks=what.cache_blocks or known.num_blocks,
-        cost=known.cost.faster(what.speed),
+    settings = EngineSettings(
+        cache_bytes=1,  # The blocks are given; nothing is stored in them.
+        max_sequences=options.max_sequences,
+        max_batched_tokens=options.max_batched_tokens,
+        max_prefill_chunk=options.max_prefill_chunk,
+        max_waiting=options.max_waiting,
+        max_waiting_s=options.max_waiting_s,
+        headroom=options.headroom,
+        prefix_cache=options.prefix_cache,
     )
-    result = simulate(trace, machine, make_scheduler=SCHEDULERS[options.scheduler], promises=promises)
+    if what.gpu is not None:
+        machine = gpu_machine(GpuTimes(GPUS[what.gpu]), settings, what.cache_blocks)
+    else:
+        known = machine_cost(options, what.cost, progress)
+        num_blocks = what.cache_blocks or known.num_blocks
+        machine = Machine(settings=settings, num_blocks=num_blocks, cost=known.cost.faster(what.speed))
+    plan = ServingPlan(name=what.cache_format, cache=CachePlan(format=what.cache_format))
+    scheduler = SCHEDULERS[options.scheduler]
+    result = simulate(trace, machine, make_scheduler=scheduler, promises=promises, plan=plan)
     return report_of(result, options.scheduler, what.speed)
 
 

@@ -40,6 +40,10 @@ class SimulationReport(Struct, frozen=True, kw_only=True):
     mean_step_tokens: float
     busy: float
     """Share of the time in steps."""
+    mean_resident: float
+    """Sequences in the cache, the mean over steps' time; and the most at once."""
+    max_resident: int
+    output_tokens_per_s: float
     classes: list[ClassReport]
 
 
@@ -49,6 +53,7 @@ def report_of(result: SimulationResult, scheduler: str, speed: float) -> Simulat
     for outcome in result.outcomes:
         by_class.setdefault(outcome.request.sla_class, []).append(outcome)
     ordered = sorted(by_class.items(), key=lambda each: (-each[1][0].promise.priority, each[0]))
+    classes = [_class_report(name, outcomes, result.end_s) for name, outcomes in ordered]
     return SimulationReport(
         scheduler=scheduler,
         speed=speed,
@@ -56,7 +61,10 @@ def report_of(result: SimulationResult, scheduler: str, speed: float) -> Simulat
         num_steps=result.num_steps,
         mean_step_tokens=result.num_rows / max(result.num_steps, 1),
         busy=result.busy_s / result.end_s if result.end_s else 0.0,
-        classes=[_class_report(name, outcomes, result.end_s) for name, outcomes in ordered],
+        mean_resident=result.mean_resident,
+        max_resident=result.max_resident,
+        output_tokens_per_s=sum(each.output_tokens_per_s for each in classes),
+        classes=classes,
     )
 
 
@@ -83,7 +91,9 @@ def report_text(report: SimulationReport) -> str:
     ]
     head = (
         f"{report.scheduler}, speed {report.speed:g}: {report.duration_s:.1f} s in {report.num_steps} steps"
-        f" of {report.mean_step_tokens:.1f} tokens, busy {100 * report.busy:.0f} %; times in ms\n\n"
+        f" of {report.mean_step_tokens:.1f} tokens, busy {100 * report.busy:.0f} %\n"
+        f"{report.output_tokens_per_s:.1f} tokens/s from {report.mean_resident:.1f} sequences in the cache,"
+        f" {report.max_resident} at most; times in ms\n\n"
     )
     return head + "\n".join(lines) + "\n"
 

@@ -1,29 +1,42 @@
-"""The real scheduler in virtual time: a step takes what the cost model says, and nothing is computed.
+"""The real scheduler in virtual time: a step takes what it would cost, and nothing is computed.
 
-Thousands of requests take seconds, and the same trace gives the same result every time.
+Thousands of requests take seconds, and the same trace gives the same result every time. Plans have their
+cache formats: sequences are demoted at the engine's own boundaries, in the engine's own blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from msgspec import Struct
 
 from surefoot.backends.errors import Overloaded
-from surefoot.backends.types import GenerateRequest, SamplingParams, Timings, TokenPrompt
-from surefoot.kernels.layout import BLOCK_TOKENS
+from surefoot.backends.types import (
+    BASELINE_PLAN,
+    GenerateRequest,
+    SamplingParams,
+    ServingPlan,
+    Timings,
+    TokenPrompt,
+)
+from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, BlockLayout
 
 from .block_pool import BlockPool
+from .cache_rule import CacheSpace
 from .choice_stream import ChoiceStream
-from .cost_model import CostModel, StepCost, StepShape
+from .cost_model import CostModel, StepCost
+from .demotion import Move
 from .door import Door
+from .gpu_times import GpuTimes
 from .prefix_cache import PrefixCache
 from .promise_scheduler import PromiseScheduler
-from .scheduler import MakeScheduler, ScheduledChunk
+from .scheduler import MakeScheduler, ScheduledChunk, shape_of
 from .scheduler_load import UnitCost, load_of
 from .sequence import Request
 from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
+from .step_times import LinearTimes, StepTimes
 from .trace import Promise, TraceRequest
 
 PUBLISH_EVERY_S = 0.25
@@ -44,11 +57,36 @@ class VirtualClock:
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """What is simulated: limits, blocks of the cache, and what steps cost."""
+    """What is simulated: limits, blocks of the cache, and what steps cost.
+
+    `cost` is what the scheduler believes, `times` what steps take (None: what is believed, with `READ_COST`
+    for demoted tokens). `layout` is that of a block, and says what a format's holds.
+    """
 
     settings: EngineSettings
     num_blocks: int
     cost: StepCost
+    times: StepTimes | None = None
+    layout: BlockLayout = BlockLayout(num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+
+    @property
+    def space(self) -> CacheSpace:
+        """The cache, which alone bounds contexts."""
+        max_context = max(map(self.layout.capacity, FORMATS)) * self.num_blocks
+        return CacheSpace(
+            layout=self.layout, num_layers=1, num_blocks=self.num_blocks, max_context=max_context
+        )
+
+
+def gpu_machine(times: GpuTimes, settings: EngineSettings, num_blocks: int | None = None) -> Machine:
+    """A GPU with a model, with all the blocks that its memory has room for or so many."""
+    return Machine(
+        settings=settings,
+        num_blocks=num_blocks or times.num_blocks,
+        cost=times.believed(),
+        times=times,
+        layout=times.layout,
+    )
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -79,6 +117,9 @@ class SimulationResult(Struct, frozen=True, kw_only=True):
     num_rows: int
     busy_s: float
     """Seconds in steps."""
+    mean_resident: float
+    """Sequences in the cache, the mean over seconds in steps."""
+    max_resident: int
 
 
 def simulate(
@@ -87,21 +128,32 @@ def simulate(
     *,
     make_scheduler: MakeScheduler = PromiseScheduler,
     promises: Mapping[str, Promise],
+    plan: ServingPlan = BASELINE_PLAN,
 ) -> SimulationResult:
-    """Serve a trace, sorted by arrival, to its end. `promises` are those of the classes that it names."""
-    return Simulation(machine, make_scheduler, promises).run(trace)
+    """Serve a trace, sorted by arrival, to its end. `promises` are those of the classes that it names; all
+    requests have one plan, of which drafts are not simulated.
+    """
+    return Simulation(machine, make_scheduler, promises, plan).run(trace)
 
 
 class Simulation:
     """One run. Requests come in between steps, as they do for the engine's thread."""
 
     def __init__(
-        self, machine: Machine, make_scheduler: MakeScheduler, promises: Mapping[str, Promise]
+        self,
+        machine: Machine,
+        make_scheduler: MakeScheduler,
+        promises: Mapping[str, Promise],
+        plan: ServingPlan = BASELINE_PLAN,
     ) -> None:
+        self._plan = plan
+        self._space = machine.space
+        self._times = machine.times or LinearTimes(machine.cost)
         self._clock = VirtualClock()
         self._promises = promises
         self._settings = machine.settings
-        self._costs = CostModel(machine.cost, frozen=True)
+        # An engine learns what its steps take as they come, where that is not what is believed.
+        self._costs = CostModel(machine.cost, frozen=machine.times is None)
         self.pool = BlockPool(machine.num_blocks)
         self._blocks = PrefixCache(self.pool, between_requests=machine.settings.prefix_cache)
         self.scheduler = make_scheduler(machine.settings, self._blocks, self._costs, self._clock)
@@ -110,8 +162,8 @@ class Simulation:
         self._traced: dict[int, TraceRequest] = {}
         self._last_key = -1
         self._outcomes: dict[int, Outcome] = {}
-        self._num_steps = self._num_rows = 0
-        self._busy_s = 0.0
+        self._num_steps = self._num_rows = self._max_resident = 0
+        self._busy_s = self._resident_s = 0.0
 
     def run(self, trace: Sequence[TraceRequest]) -> SimulationResult:
         """Serve the trace to its end."""
@@ -128,6 +180,8 @@ class Simulation:
             num_steps=self._num_steps,
             num_rows=self._num_rows,
             busy_s=self._busy_s,
+            mean_resident=self._resident_s / max(self._busy_s, 1e-9),
+            max_resident=self._max_resident,
         )
 
     def _turn(self, next_arrival_s: float | None) -> None:
@@ -143,14 +197,15 @@ class Simulation:
 
     def _arrive(self, key: int, traced: TraceRequest) -> None:
         self._publish()
-        message = _message(key, traced, self._promise_of(traced))
+        plan = self._plan_of(traced)
+        message = _message(key, traced, self._promise_of(traced), plan)
         max_tokens = traced.max_tokens or traced.output_tokens
         try:
             self._door.check(message)
         except Overloaded as refusal:
             self._end(key, traced, refusal=refusal.reason)
             return
-        if blocks_of(traced.prompt_tokens + max_tokens) > self.pool.num_blocks:
+        if traced.prompt_tokens + max_tokens > self._space.longest(plan.cache, traced.prompt_tokens):
             self._end(key, traced, refusal="context")
             return
         self._door.enter(key, message, traced.prompt_tokens, max_tokens)
@@ -162,6 +217,7 @@ class Simulation:
             seed=0,
             arrived_s=traced.arrival_s,
         )
+        request.cache_rule = self._space.rule(plan.cache, traced.prompt_tokens)
         sequence = EngineSequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
         request.sequences.append(sequence)
         self._blocks.enter(request)
@@ -169,21 +225,35 @@ class Simulation:
         self.scheduler.add(sequence)
 
     def _step(self) -> None:
-        chunks = self.scheduler.schedule()
-        self.scheduler.take_moves()  # there is no cache to move anything in
-        shape = StepShape()
+        chunks = self._prepared(self.scheduler.schedule())
         for chunk in chunks:
-            shape.add(chunk.num_tokens, chunk.sequence.num_committed)
             if chunk.sequence.request.first_step_s is None:
                 chunk.sequence.request.first_step_s = self._clock.now_s
-        seconds = self._costs.predict(shape.num_rows, shape.num_sequences, shape.num_context_tokens)
+        self._pass(chunks, self.scheduler.take_moves())
+        for chunk in chunks:
+            self._verify(chunk)
+        self._publish()
+
+    def _prepared(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """What runs of what was scheduled: here, all as it is."""
+        return chunks
+
+    def _pass(self, chunks: Sequence[ScheduledChunk], moves: Sequence[Move]) -> None:
+        """Let the time of a step pass."""
+        seconds = self._times.seconds(chunks, moves)
+        shape = shape_of(chunks)
+        self._costs.observe(shape.num_rows, shape.num_sequences, shape.num_context_tokens, seconds)
         self._clock.now_s += seconds
         self._busy_s += seconds
         self._num_steps += 1
         self._num_rows += shape.num_rows
-        for chunk in chunks:
-            self._commit(chunk)
-        self._publish()
+        num_resident = len(self.scheduler.running)
+        self._resident_s += seconds * num_resident
+        self._max_resident = max(self._max_resident, num_resident)
+
+    def _verify(self, chunk: ScheduledChunk) -> None:
+        """What a step leaves of a chunk."""
+        self._commit(chunk)
 
     def _commit(self, chunk: ScheduledChunk) -> None:
         sequence, samples = chunk.sequence, chunk.samples
@@ -210,6 +280,10 @@ class Simulation:
             unit = UnitCost.of(self._costs.cost, settings.max_sequences, settings.max_batched_tokens)
             self._door.load = load_of(self.scheduler, unit, self._last_key)
             self._published_s = self._clock.now_s
+
+    def _plan_of(self, traced: TraceRequest) -> ServingPlan:
+        """The plan of a request that comes now; asked once for each."""
+        return self._plan
 
     def _promise_of(self, traced: TraceRequest) -> Promise:
         """The class's, with what the request says itself."""
@@ -254,12 +328,13 @@ class NoText:
         return ""
 
 
-def _message(key: int, traced: TraceRequest, promise: Promise) -> GenerateRequest:
+def _message(key: int, traced: TraceRequest, promise: Promise, plan: ServingPlan) -> GenerateRequest:
     return GenerateRequest(
         request_id=str(key),
         model="",
         prompt=TokenPrompt(()),
         params=SamplingParams(max_tokens=traced.max_tokens or traced.output_tokens),
+        plan=plan,
         priority=promise.priority,
         ttft_target_s=promise.ttft_target_s,
         tpot_target_s=promise.tpot_target_s,

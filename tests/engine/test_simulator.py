@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,12 +12,13 @@ import pytest
 from surefoot.backends.engine.bench_classes import PROMISES
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.first_come import FirstComeScheduler
+from surefoot.backends.engine.gpu_times import GPUS, GpuTimes, Reached
 from surefoot.backends.engine.machine_file import MachineCost, load_machine, save_machine
 from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.scheduler import MakeScheduler
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.simulation_report import percentile, report_of, report_text
-from surefoot.backends.engine.simulator import Machine, Outcome, SimulationResult, simulate
+from surefoot.backends.engine.simulator import Machine, Outcome, SimulationResult, gpu_machine, simulate
 from surefoot.backends.engine.trace import (
     Lengths,
     TraceError,
@@ -25,6 +27,7 @@ from surefoot.backends.engine.trace import (
     read_trace,
     synthetic_trace,
 )
+from surefoot.backends.types import CachePlan, ServingPlan
 
 COST = StepCost(fixed_s=0.009, row_s=0.00105, further_row_s=0.001, sequence_s=0.0, context_s=1e-6)
 """About what a small model takes on two cores."""
@@ -201,8 +204,86 @@ def test_a_report_counts_by_class() -> None:
     assert (interactive.sla_class, batch.sla_class) == ("interactive", "batch")
     assert (batch.num_requests, batch.num_served, batch.refusals) == (2, 1, {"context": 1})
     assert (interactive.goodput, batch.goodput) == (1.0, 0.5)
-    assert [line.split()[0] for line in report_text(report).splitlines()[3:]] == ["interactive", "batch"]
+    assert [line.split()[0] for line in report_text(report).splitlines()[4:]] == ["interactive", "batch"]
     assert msgspec.json.decode(msgspec.json.encode(report))["classes"][1]["num_served"] == 1
+
+
+FULL_FIRST = ("k16v16", "k8v8", "k8v4", "k4v4")
+
+
+def crowd(machine: Machine, cache_format: str, **plan: Any) -> SimulationResult:
+    """Forty requests at once, which in full precision would take two and a half times the cache."""
+    trace = [
+        TraceRequest(arrival_s=0.0, prompt_tokens=1000, output_tokens=200, sla_class="batch")
+        for _ in range(40)
+    ]
+    cache = CachePlan(format=cache_format, **plan)
+    return simulate(trace, machine, promises=PROMISES, plan=ServingPlan(name="crowd", cache=cache))
+
+
+SMALL_CACHE = 40 * 1200 // 16 * 2 // 5
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(settings=MACHINE.settings, num_blocks=SMALL_CACHE, cost=COST),
+        gpu_machine(GpuTimes(GPUS["h100"]), MACHINE.settings, SMALL_CACHE),
+    ],
+)
+def test_fewer_bits_hold_and_serve_more(machine: Machine) -> None:
+    """On every kind of machine each format with fewer bits has more sequences in the cache at once and ends
+    sooner; in 4 bits all of the crowd are there, two and a half times those of full precision, and nobody is
+    preempted.
+    """
+    results = [crowd(machine, each) for each in FULL_FIRST]
+    resident = [each.max_resident for each in results]
+    ends = [each.end_s for each in results]
+    assert resident == sorted(resident)
+    assert ends == sorted(ends, reverse=True)
+    assert resident[0] <= 40 / 2.1
+    assert resident[-1] == 40
+    assert sum(outcome.num_preemptions for outcome in results[-1].outcomes) == 0
+    assert all(outcome.timings is not None for each in results for outcome in each.outcomes)
+
+
+def test_pressure_demotes_only_when_blocks_run_out() -> None:
+    """A `pressure` plan takes what full precision takes where there is room, and fewer blocks where not."""
+    roomy = Machine(settings=MACHINE.settings, num_blocks=4000, cost=COST)
+    tight = Machine(settings=MACHINE.settings, num_blocks=SMALL_CACHE, cost=COST)
+    for machine, is_alike in ((roomy, True), (tight, False)):
+        full, lazy = crowd(machine, "k16v16"), crowd(machine, "k4v4", demote="pressure")
+        assert (full.end_s == lazy.end_s) == is_alike
+        assert lazy.end_s <= full.end_s
+
+
+def test_a_longer_context_fits_in_fewer_bits() -> None:
+    """What the cache has no room for in full precision is refused, and served in 4 bits."""
+    long = [TraceRequest(arrival_s=0.0, prompt_tokens=1500, output_tokens=200, sla_class="batch")]
+    machine = Machine(settings=MACHINE.settings, num_blocks=100, cost=COST)
+    compact = ServingPlan(name="k4v4", cache=CachePlan(format="k4v4"))
+    assert simulate(long, machine, promises=PROMISES).outcomes[0].refusal == "context"
+    assert simulate(long, machine, promises=PROMISES, plan=compact).outcomes[0].timings is not None
+
+
+def test_a_gpus_steps_follow_its_data_sheet() -> None:
+    """A lone token takes the weights' bytes, a long prompt its operations, and memory holds what it has room
+    for; the engine's model of costs, which knows less, stays within a factor of two.
+    """
+    times = GpuTimes(GPUS["h100"], reached=Reached(fixed_s=0.0, bytes_share=1.0, flops_share=1.0))
+    one = TraceRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=2)
+    machine = gpu_machine(times, EngineSettings(cache_bytes=1, max_batched_tokens=8192))
+    decoding = simulate([one], machine, promises={}).outcomes[0].timings
+    assert decoding is not None
+    assert decoding.tpot_s == pytest.approx(2 * 7.5e9 / 3.35e12, rel=0.01)
+    prompt = msgspec.structs.replace(one, prompt_tokens=4000)
+    prefill = simulate([prompt], machine, promises={}).outcomes[0].timings
+    assert prefill is not None
+    attention = 4 * 32 * 32 * 128 * 4000 * 4001 / 2
+    assert prefill.ttft_s == pytest.approx((2 * 7.5e9 * 4000 + attention) / 989e12, rel=0.01)
+    token_bytes, free = 131_072, 0.9 * 80e9 - 2 * 8.03e9 - 2e9
+    assert times.num_blocks == int(free / (16 * token_bytes))
+    assert 0.5 < times.believed().predict(64, 64, 64_000) / 0.0092 < 2
 
 
 def test_a_trace_is_read_in_order(tmp_path: Path) -> None:

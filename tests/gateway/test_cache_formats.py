@@ -18,7 +18,7 @@ from surefoot.backends.types import CachePlan, CacheUsage, FormatStats, FormatTo
 from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.app import create_app
 from surefoot.gateway.cli import run
-from surefoot.gateway.tenants import LOCAL_TENANT, Tenant, Tenants, hash_key, local_tenant
+from surefoot.gateway.tenants import LOCAL_TENANT, Tenant, TenantClasses, Tenants, hash_key, local_tenant
 from surefoot.policies.bounds import CacheBounds, Protection
 from surefoot.policies.registry import load_policies, serving_policy
 
@@ -46,13 +46,20 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def http(backend: FakeBackend) -> Iterator[TestClient]:
-    """A client of tenants: two whose requests may choose, one whose may not, two that repeat nothing."""
+    """A client of tenants: two whose requests may choose, one whose may not, one under pressure, one that
+    repeats, and one with a limit on loss.
+    """
     free = CacheBounds(format="k8v4", max_context=100, per_request=True)
     firm = CacheBounds(format="k8v4", protect=Protection(recent=128))
     tight = CacheBounds(format="k4v4", demote="pressure")
     both = CacheBounds(format="mixed", per_request=True)
+    limited = CacheBounds(format="k4v4", max_loss=0.003)
+    batch = TenantClasses(default="batch")
     tenants = Tenants(
         [
+            Tenant(
+                id="limited", key_hashes=hashes("limited"), policy="adaptive", cache=limited, classes=batch
+            ),
             Tenant(id="free", key_hashes=hashes("free"), policy="fixed", cache=free),
             Tenant(id="firm", key_hashes=hashes("firm"), policy="fixed", cache=firm),
             Tenant(id="both", key_hashes=hashes("both"), policy="fixed", cache=both),
@@ -105,6 +112,19 @@ def test_a_plan_reaches_the_backend(
     assert (answer.status_code, answer.headers["x-surefoot-plan"]) == (200, name)
     assert answer.json()["system_fingerprint"] == f"fp_fake_{name}"
     assert backend.requests[-1].plan.cache == plan
+
+
+def test_a_limit_on_loss_is_kept_by_what_was_chosen(http: TestClient) -> None:
+    """`adaptive` mixes formats: one beyond what all answers may have while the tenant's limit has room, and
+    the last one that they all may have where it is used up; kinds of traffic do not share their room.
+    """
+    long = [{"role": "user", "content": "word " * 200}]
+    plans = [ask(http, "limited", messages=long).headers["x-surefoot-plan"] for _ in range(12)]
+    assert plans[:3] == ["k8v4", "mixed", "k8v4"]
+    loss = {"k8v4": 0.0008, "mixed": 0.0045}
+    assert plans.count("mixed") > 1
+    assert sum(loss[each] for each in plans) / len(plans) <= 0.003
+    assert ask(http, "limited", TEXT, prompt="word " * 200).headers["x-surefoot-plan"] == "k8v4"
 
 
 @pytest.mark.parametrize(

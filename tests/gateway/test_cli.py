@@ -292,9 +292,23 @@ def test_simulate_as_json(cli: Cli, cost_file: str) -> None:
     assert msgspec.json.decode(refused.out)["classes"][1]["refusals"]["requests"] > 0
 
 
+def test_simulate_a_gpu_and_a_format(cli: Cli) -> None:
+    """A GPU's data sheet stands in for a machine, and fewer bits let more requests into its cache."""
+    crowd = ("--rate", "batch=40", "--duration", "1", "--prompt-tokens", "500", "--cache-blocks", "500")
+    shown = [
+        msgspec.json.decode(cli("simulate", "--gpu", "h100", *crowd, "--json", "--cache-format", each).out)
+        for each in ("k16v16", "k4v4")
+    ]
+    assert shown[0]["max_resident"] < shown[1]["max_resident"]
+    assert shown[0]["output_tokens_per_s"] < shown[1]["output_tokens_per_s"]
+    text = cli("simulate", "--gpu", "h100", *crowd).out
+    assert f" {shown[0]['max_resident']} at most" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--gpu", "h100"), "gpu says what steps cost: leave cost and speed out"),
         (("--rate", "bach=1"), "unknown class 'bach'"),
         (("--speed", "0"), "speed must be above 0, got 0"),
         (("--trace", "/no/such.jsonl"), "/no/such.jsonl cannot be read: No such file"),

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 
 from surefoot.backends.types import BASELINE_PLAN, CachePlan, ServingPlan, SpeculationPlan
 from surefoot.policies.adaptive import AdaptivePolicy
-from surefoot.policies.base import Decision, Observation, Policy
+from surefoot.policies.base import Decision, GuardVerdict, Observation, Policy
 from surefoot.policies.baseline import BaselinePolicy
 from surefoot.policies.bounds import (
     FORMATS,
     CacheBounds,
+    Losses,
     PlanBounds,
     Protection,
     ScheduleBounds,
@@ -26,6 +27,7 @@ from surefoot.policies.bounds import (
     named_plan,
 )
 from surefoot.policies.fixed import FixedPolicy
+from surefoot.policies.recent_loss import MEMORY, RecentLoss, expected_loss
 from surefoot.policies.registry import BUILT_IN, PolicyError, load_policies, serving_policy
 from surefoot.policies.replay import RecordError, read_records, replay
 from surefoot.policies.schedule import SchedulePolicy
@@ -39,6 +41,8 @@ BOUNDS = PlanBounds(
 )
 SMALL = replace(BOUNDS, cache=CacheBounds(format="k4v4"))
 PRESSURE = replace(BOUNDS, cache=CacheBounds(format="k4v4", demote="pressure"))
+LIMITED = replace(BOUNDS, cache=CacheBounds(format="k4v4", max_loss=0.004))
+BUSY: dict[str, Any] = {"cache_pressure": 0.8, "num_prompt_tokens": 1000, "bounds": LIMITED}
 SEEN = Observation(tenant_id="acme", model="m", bounds=BOUNDS)
 
 
@@ -201,9 +205,10 @@ def test_what_must_repeat_has_one_plan(policy: str, has_seed: bool, why: str) ->
     bounds = replace(PRESSURE, schedule=ScheduleBounds(max_load=8), reproducible=not has_seed)
     seen = replace(SEEN, policy=policy, num_prompt_tokens=1000, bounds=bounds, has_seed=has_seed)
     formats = {
-        serving.decide(replace(seen, cache_pressure=pressure, load=load)).plan.cache
+        serving.decide(replace(seen, cache_pressure=pressure, load=load, quality_loss=lost)).plan.cache
         for pressure in (0.0, 0.8, 1.0)
         for load in (0, 1000)
+        for lost in (None, 0.0, 0.03)
     }
     assert len(formats) == 1
     full = replace(seen, bounds=replace(bounds, cache=CacheBounds()))
@@ -217,6 +222,58 @@ def test_a_policy_cannot_protect_less() -> None:
     bounds = PlanBounds(cache=CacheBounds(format="k8v4", protect=KEPT))
     assert within_bounds(named_plan(loose, SpeculationPlan()), bounds).name == "k8v4-sinks8-recent256"
     assert within_bounds(named_plan(firm, SpeculationPlan()), bounds).cache == firm
+
+
+@pytest.mark.parametrize(
+    ("max_loss", "lasting"),
+    [(None, "k4v4"), (0.02, "k4v4"), (0.002, "k8v4"), (0.0008, "k8v4"), (0.0005, "k8v8"), (0.0, "k16v16")],
+)
+def test_a_limit_on_loss_bounds_every_policy(max_loss: float | None, lasting: str) -> None:
+    """Under `max_loss` every policy is cut to the least precise format that keeps it for all requests, until
+    it is known that less was lost, then the next one at most; `fixed` is there of itself.
+    """
+    bounds = PlanBounds(cache=CacheBounds(format="k4v4", max_loss=max_loss))
+    seen = replace(SEEN, bounds=bounds)
+    assert bounds.cache.lasting == FixedPolicy().decide(seen).plan.cache.format == lasting
+    assert Clamp(Greedy()).decide(seen).plan.cache.format == lasting
+    spent = 0.0 if max_loss is None else 0.95 * max_loss
+    assert Clamp(Greedy()).decide(replace(seen, quality_loss=spent)).plan.cache.format == lasting
+    with_room = Clamp(Greedy()).decide(replace(seen, quality_loss=0.0)).plan.cache.format
+    if max_loss and lasting != "k4v4":
+        assert FORMATS.index(with_room) == FORMATS.index(lasting) + 1
+    else:
+        assert with_room == lasting
+
+
+def test_what_formats_lose_can_be_measured_anew() -> None:
+    """An operator's own figures take the place of ours."""
+    cache = CacheBounds(format="k4v4", max_loss=0.002, loss=Losses(k4v4=0.0015))
+    assert cache.lasting == "k4v4"
+    assert replace(cache, loss=Losses(k8v4=0.003)).lasting == "k8v8"
+
+
+def test_recent_loss_is_a_mean_that_scores_correct() -> None:
+    """A plan counts when it is chosen; what answers turned out to lose scales the mean; old answers fade."""
+    recent = RecentLoss()
+    assert recent.get("a") is None
+    recent.choose("a", 0.009)
+    recent.choose("a", 0.001)
+    assert recent.get("a") == pytest.approx(0.005)
+    recent.score("a", 0.001, 0.003)
+    assert recent.get("a") == pytest.approx(0.015)
+    assert recent.get("b") is None
+    for _ in range(10 * MEMORY):
+        recent.choose("a", 0.0)
+    assert recent.get("a") == pytest.approx(0.0, abs=1e-5)
+    recent.choose("b", 0.0)
+    recent.score("b", 0.0, 0.004)
+    assert recent.get("b") == 0.004
+
+
+def test_what_is_protected_loses_nothing() -> None:
+    """A prompt within sinks and recent window costs nothing in any format; an unknown one may."""
+    plan = CachePlan(format="k4v4")
+    assert [expected_loss(plan, Losses(), length) for length in (68, 69, None)] == [0.0, 0.009, 0.009]
 
 
 def test_fixed_takes_all() -> None:
@@ -250,17 +307,17 @@ def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool
     ("observed", "plan", "word"),
     [
         ({"num_prompt_tokens": 1000}, "k8v4+draft8", "no rule is against"),
-        ({"num_prompt_tokens": 1000, "bounds": SMALL}, "k8v4+draft8", "pressure 0.00 is below 0.7"),
-        ({"num_prompt_tokens": 1000, "bounds": SMALL, "cache_pressure": 0.7}, "k4v4+draft8", "no rule is"),
+        ({"num_prompt_tokens": 1000, "bounds": SMALL}, "k8v4+draft8", "pressure 0.00 is below 0.1"),
+        ({"num_prompt_tokens": 1000, "bounds": SMALL, "cache_pressure": 0.1}, "k4v4+draft8", "no rule is"),
         (
             {
                 "num_prompt_tokens": 1000,
                 "bounds": SMALL,
-                "cache_pressure": 0.8,
+                "cache_pressure": 0.15,
                 "service_class": "interactive",
             },
             "k8v4+draft8",
-            "0.9",
+            "below 0.2",
         ),
         (
             {"num_prompt_tokens": 1000, "bounds": SMALL, "service_class": "batch"},
@@ -268,15 +325,36 @@ def test_schedule(schedule: ScheduleBounds, hour: float, load: int, inside: bool
             "no rule is",
         ),
         ({"num_prompt_tokens": 5000, "bounds": SMALL}, "k4v4+draft8", "no rule is against"),
-        ({"num_prompt_tokens": 100, "cache_pressure": 1.0}, "draft8", "fewer than 512"),
+        ({"num_prompt_tokens": 100, "cache_pressure": 1.0}, "draft8", "fewer than 128"),
         ({"cache_pressure": 1.0, "acceptance": 0.5}, "k8v4+draft3", "beyond 3 useless"),
         ({"cache_pressure": 1.0, "acceptance": 0.0}, "k8v4+draft1", "beyond 1 useless"),
         ({"cache_pressure": 1.0, "acceptance": 1.0}, "k8v4+draft8", "no rule is against"),
-        ({"cache_pressure": 1.0, "quality_loss": 0.03}, "k8v8+draft8", "8 bits at least"),
+        ({"cache_pressure": 1.0, "quality_loss": 0.03}, "k8v8+draft8", "so k8v8 at least"),
         ({"cache_pressure": 1.0, "quality_loss": 0.06}, "draft8", "all bits"),
         ({"num_prompt_tokens": 1000, "bounds": PRESSURE}, "k4v4-pressure+draft8", "no rule is against"),
-        ({"num_prompt_tokens": 100, "bounds": PRESSURE}, "draft8", "fewer than 512"),
-        ({"num_prompt_tokens": 1000, "bounds": PRESSURE, "has_seed": True}, "k8v4-pressure+draft8", "0.7"),
+        ({"num_prompt_tokens": 100, "bounds": PRESSURE}, "draft8", "fewer than 128"),
+        (
+            {"num_prompt_tokens": 1000, "bounds": PRESSURE, "has_seed": True},
+            "k8v4-pressure+draft8",
+            "below 0.1",
+        ),
+        ({**BUSY, "quality_loss": None}, "k8v4+draft8", "unknown loss and max_loss 0.004 leave k8v4"),
+        ({**BUSY, "quality_loss": 0.001}, "mixed+draft8", "0.0010 nats lost lately leave room for mixed"),
+        ({**BUSY, "quality_loss": 0.003}, "k8v4+draft8", "for prompts of 1536 tokens or more"),
+        (
+            {**BUSY, "quality_loss": 0.003, "num_prompt_tokens": 2000},
+            "mixed+draft8",
+            "0.0030 nats lost lately leave room for mixed",
+        ),
+        ({**BUSY, "quality_loss": 0.0037}, "k8v4+draft8", "0.0037 nats lost lately and max_loss 0.004"),
+        ({**BUSY, "quality_loss": 0.005}, "k8v8+draft8", "more than 0.004, so k8v8 at least"),
+        ({**BUSY, "quality_loss": 0.01}, "draft8", "more than twice 0.004, so all bits"),
+        (
+            {"verdicts": (GuardVerdict("speculation", "too slow"),)},
+            "k8v4",
+            "holds speculation back: too slow",
+        ),
+        ({"verdicts": (GuardVerdict("cache", "loops"),)}, "draft8", "holds cache back: loops"),
     ],
 )
 def test_adaptive(observed: dict[str, Any], plan: str, word: str) -> None:
@@ -284,7 +362,14 @@ def test_adaptive(observed: dict[str, Any], plan: str, word: str) -> None:
     decision = AdaptivePolicy().decide(replace(SEEN, **observed))
     assert decision.plan.name == plan
     assert word in decision.reason
-    assert [step.rule for step in decision.steps] == ["pressure", "prompt_length", "acceptance", "quality"]
+    assert [step.rule for step in decision.steps] == [
+        "guard",
+        "pressure",
+        "prompt_length",
+        "max_loss",
+        "acceptance",
+        "quality",
+    ]
 
 
 def test_an_override_goes_before_the_policy() -> None:
