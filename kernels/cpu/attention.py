@@ -352,6 +352,7 @@ def _attend_unit(
     queries: Queries,
     states: States,
     ahead: Ahead,
+    parts: int,
     state_bytes: int,
     scratch: int,
     scale: float,
@@ -361,17 +362,17 @@ def _attend_unit(
     """
     quantised = num_quantised(pasts.words, pasts.sequence)
     is_cut_by_vectors = queries.vectors > UNIT_VECTORS
-    first, end, begin, stop = 0, queries.vectors, unit, unit + 1
+    first, end, begin, stop, step = 0, queries.vectors, unit, unit + 1, parts
     own = States(states.base + unit * state_bytes, states.row_bytes, states.head_bytes)
     if is_cut_by_vectors:
         first = unit * UNIT_VECTORS
         end = min(first + UNIT_VECTORS, queries.vectors)
         begin, stop = 0, quantised + num_partitions(_num_seen(blocks, queries, end - 1))
-        own = states
+        own, step = states, 1
     for partition in range(begin, stop):
         fresh = partition == begin
         if partition < quantised:
-            attend_codes(pasts, partition, queries, own, first, end, fresh, scale)
+            attend_codes(pasts, partition, step, queries, own, first, end, fresh, scale)
         else:
             shared = scratch if is_cut_by_vectors else 0
             _attend_partition(
@@ -455,7 +456,9 @@ def attend(args: int, part: int, parts: int) -> None:
                         if lengths != 0 and partition >= 0 and after < kv_heads * units
                         else 0,
                     )
-                    _attend_unit(unit, pasts, blocks, queries, place, ahead, state_bytes, scratch, scale)
+                    _attend_unit(
+                        unit, pasts, blocks, queries, place, ahead, parts, state_bytes, scratch, scale
+                    )
                 turn += 1
         states += rows * heads * vector_bytes
 

@@ -264,6 +264,14 @@ def _prefetch(blocks: CodeBlocks, index: int, last: int) -> None:
 
 
 @compiled
+def _prefetch_keys(blocks: CodeBlocks, index: int, part: int, parts: int) -> None:
+    """Ask for one of so many parts of a block's keys."""
+    block, lines = code_block(blocks, index), (blocks.v_offset + 63) // 64
+    for line in range(lines * part // parts, lines * (part + 1) // parts):
+        prefetch(block + 64 * line)
+
+
+@compiled
 def _attend_tile(
     empty: Any,
     blocks: CodeBlocks,
@@ -271,6 +279,7 @@ def _attend_tile(
     states: States,
     first: int,
     partition: int,
+    next_partition: int,
     fresh: bool,
     cold: bool,
     scale: float,
@@ -281,6 +290,8 @@ def _attend_tile(
     count, head_dim, capacity = len(empty) // 2, blocks.head_dim, blocks.capacity
     size = _partition_tokens(capacity)
     tokens, front = min(size, blocks.tokens - partition * size), partition * (size // capacity)
+    next_front = next_partition * (size // capacity)
+    end = (blocks.tokens + capacity - 1) // capacity
     num_blocks = (tokens + capacity - 1) // capacity
     gather(queries, first, count, head_dim, scale, q)
     sum_vectors(q, count, head_dim, totals)
@@ -302,6 +313,9 @@ def _attend_tile(
         for j in range(num_blocks):
             values = code_block(blocks, front + j) + blocks.v_offset + column
             seen = min(capacity, tokens - j * capacity)
+            if cold and next_front + j < end:
+                # While values are read, or memory would be idle.
+                _prefetch_keys(blocks, next_front + j, start // 16, (half + 15) // 16)
             sums = _weighted(sums, blocks.v_bits, scores + 4 * capacity * j, values, half, seen)
         _store_columns(sums, columns + 4 * column, 4 * half)
     for m in range(count):
@@ -320,6 +334,7 @@ def _attend_vectors(
     first: int,
     end: int,
     partition: int,
+    next_partition: int,
     fresh: bool,
     scale: float,
 ) -> None:
@@ -327,16 +342,24 @@ def _attend_vectors(
     start, tallest = first, attention_tile()
     height = len(tallest) // 2
     while first + height <= end:
-        _attend_tile(tallest, blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(
+            tallest, blocks, queries, states, first, partition, next_partition, fresh, first == start, scale
+        )
         first += height
     if first + 3 <= end:
-        _attend_tile(zeros(6), blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(
+            zeros(6), blocks, queries, states, first, partition, next_partition, fresh, first == start, scale
+        )
         first += 3
     if first + 2 <= end:
-        _attend_tile(zeros(4), blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(
+            zeros(4), blocks, queries, states, first, partition, next_partition, fresh, first == start, scale
+        )
         first += 2
     if first < end:
-        _attend_tile(zeros(2), blocks, queries, states, first, partition, fresh, first == start, scale)
+        _attend_tile(
+            zeros(2), blocks, queries, states, first, partition, next_partition, fresh, first == start, scale
+        )
 
 
 class Pasts(NamedTuple):
@@ -355,6 +378,7 @@ class Pasts(NamedTuple):
 def attend_codes(
     pasts: Pasts,
     index: int,
+    step: int,
     queries: Queries,
     states: States,
     first: int,
@@ -362,7 +386,9 @@ def attend_codes(
     fresh: bool,
     scale: float,
 ) -> None:
-    """Partition `index` of the `num_quantised`, for vectors `first` to `end`."""
+    """Partition `index` of the `num_quantised`, for vectors `first` to `end`; this thread is expected to go
+    on with the one `step` later.
+    """
     past = pasts.words + 8
     while index >= _partitions(past, pasts.sequence):
         index -= _partitions(past, pasts.sequence)
@@ -370,4 +396,4 @@ def attend_codes(
     blocks = code_blocks(
         past, pasts.sequence, pasts.head, pasts.head_dim, pasts.kv_heads, pasts.layer, pasts.block_bytes
     )
-    _attend_vectors(blocks, queries, states, first, end, index, fresh, scale)
+    _attend_vectors(blocks, queries, states, first, end, index, index + step, fresh, scale)
