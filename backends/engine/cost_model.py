@@ -74,6 +74,11 @@ class StepCost(Struct, frozen=True, kw_only=True):
         """The default for an op set's `row_tile`: unpacking weights takes as long as a row and a half."""
         return cls(row_s=0.0008, tile_s=0.0012, tile_rows=tile_rows) if tile_rows else cls()
 
+    @property
+    def least_row_s(self) -> float:
+        """What a sampled row more takes at least, wherever the step stands."""
+        return min(self.row_s, self.further_row_s) + self.sequence_s
+
     def predict(self, num_rows: int, num_sequences: int, num_context_tokens: int) -> float:
         """Seconds of a step; see `StepShape`."""
         return (

@@ -68,6 +68,8 @@ class Acceptance:
     def __init__(self) -> None:
         self._kinds: OrderedDict[tuple[str, str], dict[tuple[str, int], _Trials]] = OrderedDict()
         self._requests: dict[Sequence, dict[tuple[str, int], _Trials]] = {}
+        self._priors: dict[tuple[str, str, str], list[float]] = {}
+        """By flow, kind and proposer, until something is observed of one."""
 
     @property
     def num_requests(self) -> int:
@@ -96,14 +98,14 @@ class Acceptance:
         """
         together = 1.0
         survival: list[float] = []
-        kind, own = self._kind(sequence), self._requests.get(sequence, {})
+        priors, own = self._priors_of(sequence, draft.proposer), self._requests.get(sequence, {})
         estimates: list[float | None] = [None] * STRENGTHS
         for strength in draft.strengths:
             estimate = estimates[strength]
             if estimate is None:
-                source = (draft.proposer, strength)
-                prior = _prior(kind, source)
-                estimate = estimates[strength] = own.get(source, _Trials()).estimate(prior, KIND_TRIALS)
+                prior, trials = priors[strength], own.get((draft.proposer, strength))
+                estimate = prior if trials is None else trials.estimate(prior, KIND_TRIALS)
+                estimates[strength] = estimate
             together *= estimate
             if survival and together < LEAST_SURVIVAL:
                 break
@@ -113,6 +115,7 @@ class Acceptance:
     def observe(self, sequence: Sequence, draft: Draft, num_accepted: int) -> None:
         """Learn from a verified draft."""
         kind, own = self._kind(sequence), self._requests.setdefault(sequence, {})
+        self._priors.clear()
         for j in range(min(num_accepted + 1, len(draft))):
             source = (draft.proposer, draft.strengths[j])
             kind.setdefault(source, _Trials()).add(j < num_accepted, KIND_MEMORY)
@@ -127,6 +130,15 @@ class Acceptance:
         """Forget what was kept for the sequence."""
         self._requests.pop(sequence, None)
 
+    def _priors_of(self, sequence: Sequence, proposer: str) -> list[float]:
+        """Those of its kind, computed once for all sequences of a step."""
+        message = sequence.request.message
+        name = (message.flow, message.kind, proposer)
+        priors = self._priors.get(name)
+        if priors is None:
+            priors = self._priors[name] = _priors_of_kind(self._kind(sequence), proposer)
+        return priors
+
     def _kind(self, sequence: Sequence) -> dict[tuple[str, int], _Trials]:
         """Of the sequence's flow and kind; the ones seen least recently are forgotten."""
         name = (sequence.request.message.flow, sequence.request.message.kind)
@@ -137,12 +149,12 @@ class Acceptance:
         return kind
 
 
-def _prior(kind: dict[tuple[str, int], _Trials], source: tuple[str, int]) -> float:
-    """A kind's estimate. More evidence is not worse: what is not known of a grade is guessed from the one
-    below, or long drafts would stay untried because short ones are all that was tried.
+def _priors_of_kind(kind: dict[tuple[str, int], _Trials], proposer: str) -> list[float]:
+    """A kind's estimates by strength. More evidence is not worse: what is not known of a grade is guessed
+    from the one below, or long drafts would stay untried because short ones are all that was tried.
     """
-    proposer, strength = source
-    guess = FIRST_GUESS[strength]
-    if strength:
-        guess = max(guess, _prior(kind, (proposer, strength - 1)))
-    return kind.get(source, _Trials()).estimate(guess, GUESS_TRIALS)
+    priors: list[float] = []
+    for strength, guess in enumerate(FIRST_GUESS):
+        trials = kind.get((proposer, strength), _Trials())
+        priors.append(trials.estimate(max([guess, *priors[-1:]]), GUESS_TRIALS))
+    return priors

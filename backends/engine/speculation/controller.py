@@ -18,17 +18,21 @@ from .drafting import Drafting, Prospect, Runner, ahead, choose_depth, worth_cat
 from .lengths import Candidate, Choice, StepCost, choose_lengths
 from .settings import SpeculationSettings
 
+MAX_RESTING = 16
+"""Steps without a look for drafts, at most: traffic may have changed meanwhile."""
+
 
 class StepBounds(Struct, frozen=True, kw_only=True):
     """What a step's drafts must keep to.
 
-    `num_sampled` sequences get a token without any draft. `max_rows` is what is left of the step's token
-    budget, `max_step_s` how long the step may take by what running requests were promised. It ends at
-    `ends_s` on the engine's clock if it has no drafts.
+    `num_sampled` sequences get a token without any draft. A row takes `least_row_s` at least. `max_rows` is
+    what is left of the step's token budget, `max_step_s` how long the step may take by what running requests
+    were promised. It ends at `ends_s` on the engine's clock if it has no drafts.
     """
 
     num_sampled: int
     max_rows: int
+    least_row_s: float = 0.0
     max_step_s: float | None = None
     ends_s: float = -math.inf
 
@@ -50,6 +54,19 @@ class Controller:
         self.acceptance = Acceptance()
         self._credit_s = 0.0
         self._drafting_credit_s = 0.0
+        self._num_resting = 0
+
+    def rests(self) -> bool:
+        """Whether this step goes without drafts because to look for some did not pay lately."""
+        self._num_resting -= 1
+        return self._num_resting >= 0
+
+    def rest(self, looking_s: float, step_s: float) -> None:
+        """To look for drafts took so long, of a step of so long, and none was found that pays. Looking may
+        take no larger share of the time than probes: it rests for as many steps as that takes.
+        """
+        steps = looking_s / (step_s * self.settings.probe_share) if self.settings.probe_share else 0.0
+        self._num_resting = min(int(steps), MAX_RESTING)
 
     def max_tokens(self, sequence: Sequence) -> int:
         """The longest draft that a sequence may have now: its last token needs none after it, and no row
@@ -75,6 +92,7 @@ class Controller:
             bounds.num_sampled,
             cost,
             max_rows=bounds.max_rows,
+            least_row_s=bounds.least_row_s,
             max_step_s=bounds.max_step_s,
             probe_budget_s=self._credit_s,
         )

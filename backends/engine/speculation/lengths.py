@@ -45,6 +45,11 @@ class Choice(Struct, frozen=True):
     tokens_per_s: float
     probe_s: float = 0.0
 
+    @property
+    def num_paying(self) -> int:
+        """Rows that are expected to pay: all but the one that is tried."""
+        return sum(self.lengths) - (self.probe_s > 0.0)
+
 
 def choose_lengths(
     candidates: Sequence[Candidate],
@@ -52,6 +57,7 @@ def choose_lengths(
     cost: StepCost,
     *,
     max_rows: int,
+    least_row_s: float = 0.0,
     max_step_s: float | None = None,
     probe_budget_s: float = 0.0,
 ) -> Choice:
@@ -59,13 +65,17 @@ def choose_lengths(
 
     At most `max_rows` draft rows are chosen, and no step is made longer than `max_step_s` by them. Rows that
     promises need are chosen even if all together lose by them. One row more than pays is added if no more
-    than `probe_budget_s` seconds are expected to be lost by it.
+    than `probe_budget_s` seconds are expected to be lost by it. No row takes less than `least_row_s`: those
+    that bring less than a step without drafts does in that time are not even looked at, but the first of each
+    draft, which may be probed.
     """
     num_needed = _num_needed(candidates, cost)
+    least = least_row_s * num_sampled / cost(0)
     rows = sorted(
         (num_needed == 0 or j >= candidate.needed, -probability / (1.0 + candidate.min_gain), i, j)
         for i, candidate in enumerate(candidates)
         for j, probability in enumerate(candidate.survival)
+        if j <= candidate.needed or probability >= least
     )[:max_rows]
     expected = list(accumulate((-row[1] for row in rows), initial=float(num_sampled)))
     costs: list[float] = []

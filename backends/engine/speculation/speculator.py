@@ -74,12 +74,16 @@ class Speculator:
 
         The step has at most `max_rows` rows, its drafts included.
         """
+        if self.controller.rests():
+            return {}
         begun_s = time.perf_counter()
         decoding = [chunk.sequence for chunk in chunks if chunk.sequence.is_decoding]
         drafts, prospects = self._propose(decoding)
-        if not drafts and not prospects:
-            return {}
         shape = shape_of(chunks)
+        if not drafts and not prospects:
+            plain_s = costs.predict(shape.num_rows, shape.num_sequences, shape.num_context_tokens)
+            self.controller.rest(time.perf_counter() - begun_s, plain_s)
+            return {}
         asked = [*(seq for seq, _ in drafts), *(prospect.sequence for prospect in prospects)]
         context = sum(seq.num_committed for seq in asked) / len(asked)
 
@@ -93,6 +97,7 @@ class Speculator:
         bounds = StepBounds(
             num_sampled=sum(chunk.samples for chunk in chunks),
             max_rows=max_rows - shape.num_rows,
+            least_row_s=costs.cost.least_row_s,
             max_step_s=_limit_s(decoding, costs.cost, now_s, cost(0)),
             ends_s=now_s + cost(0),
         )
@@ -100,7 +105,10 @@ class Speculator:
             drafts += self._run_ahead(self.draft_model, prospects, bounds, cost)
             bounds = bounds.after(time.perf_counter() - begun_s)
         choice = self.controller.choose(drafts, bounds, cost)
-        self.counters.expect(choice, bounds.num_sampled, cost(0), time.perf_counter() - begun_s)
+        looking_s = time.perf_counter() - begun_s
+        self.counters.expect(choice, bounds.num_sampled, cost(0), looking_s)
+        if not choice.num_paying and not prospects:
+            self.controller.rest(looking_s, cost(0))
         return {
             seq: draft.cut(length)
             for (seq, draft), length in zip(drafts, choice.lengths, strict=True)
