@@ -16,7 +16,7 @@ from surefoot.backends.engine.speculation.base import Draft, strength_of_match
 from surefoot.backends.engine.speculation.bench_lengths import break_even
 from surefoot.backends.engine.speculation.bench_swing import CYCLE, swing
 from surefoot.backends.engine.speculation.bench_table import LENGTHS, table_of
-from surefoot.backends.engine.speculation.controller import Controller, StepBounds
+from surefoot.backends.engine.speculation.controller import MAX_RESTING, Controller, StepBounds
 from surefoot.backends.engine.speculation.lengths import Candidate, choose_lengths
 from surefoot.backends.engine.speculation.replay import Replay, fixed_tokens_per_s
 from surefoot.backends.engine.speculation.settings import SpeculationSettings
@@ -42,7 +42,9 @@ def tokens_per_s(
     jumps=st.lists(st.floats(0.0, 0.5), min_size=10, max_size=10),
 )
 def test_lengths_are_the_best_there_are(chances: list[list[float]], jumps: list[float]) -> None:
-    """No other lengths bring more tokens per second, whatever steps the cost has."""
+    """No other lengths bring more tokens per second, whatever steps the cost has, nor if rows that cannot pay
+    are not looked at.
+    """
     survivals = []
     for each in chances:
         together, survival = 1.0, []
@@ -54,7 +56,8 @@ def test_lengths_are_the_best_there_are(chances: list[list[float]], jumps: list[
     for jump in jumps:
         cost.append(cost[-1] + jump)
     base = len(survivals)
-    choice = choose_lengths([Candidate(each) for each in survivals], base, cost.__getitem__, max_rows=9)
+    candidates, least_row_s = [Candidate(each) for each in survivals], min(jumps)
+    choice = choose_lengths(candidates, base, cost.__getitem__, max_rows=9, least_row_s=least_row_s)
     best = max(
         tokens_per_s(survivals, lengths, base, cost)
         for lengths in product(*(range(len(each) + 1) for each in survivals))
@@ -106,6 +109,17 @@ def test_a_late_sequence_needs_what_it_is_late_by() -> None:
         choice = controller.choose([(seq, draft_of(8))], bounds, lambda count: 0.1 + 0.02 * count)
         lengths[name] = choice.lengths[0]
     assert lengths == {"late": 4, "on time": 0}
+
+
+def test_looking_for_drafts_takes_no_more_than_its_share() -> None:
+    """Where looking found nothing that pays, so many steps go without a look that it takes half a percent of
+    the time, up to a bound; where it is quick there is one at every step.
+    """
+    for looking_s, num_resting in ((0.0004, 0), (0.002, 4), (0.2, MAX_RESTING)):
+        controller = Controller(SpeculationSettings(probe_share=0.005))
+        assert not controller.rests()
+        controller.rest(looking_s, step_s=0.1)
+        assert [controller.rests() for _ in range(num_resting + 2)] == [True] * num_resting + [False] * 2
 
 
 def test_min_gain_holds_back() -> None:
