@@ -61,12 +61,13 @@ class Controller:
         self._num_resting -= 1
         return self._num_resting >= 0
 
-    def rest(self, looking_s: float, step_s: float) -> None:
-        """To look for drafts took so long, of a step of so long, and none was found that pays. Looking may
-        take no larger share of the time than probes: it rests for as many steps as that takes.
+    def rest(self, lost_s: float, step_s: float) -> None:
+        """To look for drafts took so much longer than those that were found are expected to save, of a step
+        of so long. That may cost no larger share of the time than probes: it rests for as many steps as that
+        takes.
         """
-        steps = looking_s / (step_s * self.settings.probe_share) if self.settings.probe_share else 0.0
-        self._num_resting = min(int(steps), MAX_RESTING)
+        steps = lost_s / (step_s * self.settings.probe_share) if self.settings.probe_share else 0.0
+        self._num_resting = max(0, min(int(steps), MAX_RESTING))
 
     def max_tokens(self, sequence: Sequence) -> int:
         """The longest draft that a sequence may have now: its last token needs none after it, and no row

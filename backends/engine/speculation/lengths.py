@@ -45,11 +45,6 @@ class Choice(Struct, frozen=True):
     tokens_per_s: float
     probe_s: float = 0.0
 
-    @property
-    def num_paying(self) -> int:
-        """Rows that are expected to pay: all but the one that is tried."""
-        return sum(self.lengths) - (self.probe_s > 0.0)
-
 
 def choose_lengths(
     candidates: Sequence[Candidate],

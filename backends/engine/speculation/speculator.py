@@ -107,8 +107,10 @@ class Speculator:
         choice = self.controller.choose(drafts, bounds, cost)
         looking_s = time.perf_counter() - begun_s
         self.counters.expect(choice, bounds.num_sampled, cost(0), looking_s)
-        if not choice.num_paying and not prospects:
-            self.controller.rest(looking_s, cost(0))
+        if not prospects:
+            plain_s = cost(0) / bounds.num_sampled
+            saved_s = choice.num_tokens * (plain_s - 1.0 / choice.tokens_per_s)
+            self.controller.rest(looking_s - saved_s, cost(0))
         return {
             seq: draft.cut(length)
             for (seq, draft), length in zip(drafts, choice.lengths, strict=True)

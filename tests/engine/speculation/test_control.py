@@ -112,13 +112,13 @@ def test_a_late_sequence_needs_what_it_is_late_by() -> None:
 
 
 def test_looking_for_drafts_takes_no_more_than_its_share() -> None:
-    """Where looking found nothing that pays, so many steps go without a look that it takes half a percent of
-    the time, up to a bound; where it is quick there is one at every step.
+    """Where looking took longer than it is expected to save, so many steps go without a look that half a
+    percent of the time is lost by it, up to a bound; where it is quick there is one at every step.
     """
-    for looking_s, num_resting in ((0.0004, 0), (0.002, 4), (0.2, MAX_RESTING)):
+    for lost_s, num_resting in ((-0.1, 0), (0.0004, 0), (0.002, 4), (0.2, MAX_RESTING)):
         controller = Controller(SpeculationSettings(probe_share=0.005))
         assert not controller.rests()
-        controller.rest(looking_s, step_s=0.1)
+        controller.rest(lost_s, step_s=0.1)
         assert [controller.rests() for _ in range(num_resting + 2)] == [True] * num_resting + [False] * 2
 
 
