@@ -55,15 +55,15 @@ def test_a_tenant_with_a_format(tmp_path: Path) -> None:
 
 
 def test_a_limit_on_loss(tenants: Path) -> None:
-    """The page's limit means the format that the page names for all, by its own figures and by ours."""
+    """The page's limit means the format that the page names for all, by its own figures, and the next one for
+    the share that it names.
+    """
     (tenants / "defaults.toml").write_text(blocks("toml")[2])
     cache = TenantFolder(tenants, BUILT_IN).load().loaded["acme"].tenant.cache
-    assert (cache.lasting, cache.least_precise(0.003)) == ("k8v4", "k4v4")
-    assert cache.loss.k4v4 == 0.012
-    ours = Losses()
-    assert replace(cache, loss=ours).lasting == "k8v4"
-    share = (SPENDABLE * 0.005 - ours.k8v4) / (ours.k4v4 - ours.k8v4)
-    assert share == pytest.approx(0.4, abs=0.05)
+    assert (cache.lasting, cache.least_precise(0.003)) == ("k8v4", "mixed")
+    share = (SPENDABLE * cache.max_loss - cache.loss.k8v4) / (cache.loss.mixed - cache.loss.k8v4)
+    assert share == pytest.approx(0.6, abs=0.05)
+    assert replace(cache, loss=Losses()).lasting == "mixed"
 
 
 def test_module() -> None:

@@ -56,7 +56,7 @@ def answers(parts: EngineParts, predictions: list[list[int]]) -> tuple[list[list
     for request, prediction in zip(requests, predictions, strict=False):
         request.prediction_token_ids = tuple(prediction)
     served = server.finish({request.key: Served([], []) for request in requests})
-    assert requests[0].num_cached_tokens == 16
+    assert requests[0].num_cached_tokens == 32
     return found + [each.choices[0][0] for each in served], server
 
 
