@@ -19,7 +19,7 @@ import msgspec
 from cyclopts import App, Parameter
 from msgspec import Struct
 
-from ..cost_model import CostModel, StepSample, StepShape, fit
+from ..cost_model import CostModel, StepCost, StepSample, StepShape, fit
 from .bench_engine import load_bench_parts, say
 from .bench_plot import Panel, plot
 from .bench_swing import PHASE_S, Swing, swing
@@ -115,12 +115,11 @@ def replay_all(job: Job, table: StepTable) -> Result:
 
 def warm_costs(table: StepTable) -> CostModel:
     """What an engine knows after its warm-up: a few decoding steps without drafts."""
-    return CostModel(
-        fit(
-            StepSample(StepShape(batch, batch, batch * NUM_CONTEXT_TOKENS), table.step_s(batch, batch))
-            for batch in table.seconds
-        )
+    samples = (
+        StepSample(StepShape(batch, batch, batch * NUM_CONTEXT_TOKENS), table.step_s(batch, batch))
+        for batch in table.seconds
     )
+    return CostModel(fit(samples, StepCost.guess(table.tile_rows)))
 
 
 def break_even(table: StepTable, batch: int, length: int) -> float | None:

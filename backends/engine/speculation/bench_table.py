@@ -29,10 +29,12 @@ NUM_PROMPT_TOKENS = 16
 class StepTable(Struct, frozen=True, kw_only=True):
     """Seconds of a step in which `batch` sequences verify `rows` rows in all, as pairs of rows and seconds.
 
-    More rows never take less time: where noise says so, the larger time stands.
+    More rows never take less time: where noise says so, the larger time stands. `tile_rows` is the op set's
+    `row_tile`.
     """
 
     seconds: dict[int, list[tuple[int, float]]]
+    tile_rows: int = 0
 
     def step_s(self, batch: int, num_rows: int) -> float:
         """Between measured numbers of rows time is proportional to them."""
@@ -42,13 +44,13 @@ class StepTable(Struct, frozen=True, kw_only=True):
         return below + (above - below) * (num_rows - low) / (high - low)
 
 
-def table_of(samples: dict[int, list[tuple[int, float]]]) -> StepTable:
+def table_of(samples: dict[int, list[tuple[int, float]]], tile_rows: int = 0) -> StepTable:
     """From rows and seconds by batch, in rising order of rows."""
     rising = {}
     for batch, points in samples.items():
         longest = 0.0
         rising[batch] = [(rows, longest := max(longest, seconds)) for rows, seconds in points]
-    return StepTable(seconds=rising)
+    return StepTable(seconds=rising, tile_rows=tile_rows)
 
 
 class _Stored(Struct):
@@ -82,7 +84,8 @@ def measure_table(parts: EngineParts) -> StepTable:
         {
             batch: [(batch * (1 + length), _typical(measured[batch, length])) for length in LENGTHS]
             for batch in BATCHES
-        }
+        },
+        parts.ops.row_tile,
     )
 
 
