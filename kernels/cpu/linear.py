@@ -313,7 +313,7 @@ def _last_rows(
 
 
 def linear(args: int, part: int, parts: int) -> None:
-    """Multiply; a unit of work is a block of rows and a panel.
+    """Multiply: each part has its share of the panels, and goes through them once for each block of rows.
 
     Args: those of `quantise_rows` (x, its row stride, rows, width, quantised x or 0, bytes between groups),
     then panels, bytes of a panel, outputs, bias, out, its row stride, kind of weights.
@@ -325,14 +325,15 @@ def linear(args: int, part: int, parts: int) -> None:
         x, step, row_bytes = dense, stride, stride
     weights = Weights(kind, width, panel_bytes)
     num_panels = (outputs + 15) // 16
-    units = num_panels * ((rows + ROW_BLOCK - 1) // ROW_BLOCK)
+    first = num_panels * part // parts
+    share = num_panels * (part + 1) // parts - first
     tallest = linear_tile()
-    for unit in range(units * part // parts, units * (part + 1) // parts):
-        index = unit % num_panels
+    for unit in range(share * ((rows + ROW_BLOCK - 1) // ROW_BLOCK)):
+        index = first + unit % share
         panel = panels + index * panel_bytes
         own_bias = bias + index * 64 if bias != 0 else 0
         count = min(16, outputs - index * 16)
-        row = unit // num_panels * ROW_BLOCK
+        row = unit // share * ROW_BLOCK
         end = min(rows, row + ROW_BLOCK)
         source, target = x + row * row_bytes, out + index * 64 + row * out_stride
         while row + len(tallest) <= end:
