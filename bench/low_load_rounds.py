@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from .errors import BenchError, RequestFailed
 from .machine import Machine, describe_machine
 from .main_rounds import Job, model_file
 from .prefix_rounds import PATH, random_prompt, served_id
-from .served import ServedProcess, free_port
+from .served import ServedProcess, serve_surefoot
 from .stream import CompletionStream
 
 TIERS = ("priority", "default", "flex")
@@ -206,15 +205,5 @@ def planned(job: LowLoadJob, rate: float, number: int) -> list[Arrival]:
 
 def serve(job: LowLoadJob, model: Path, scheduler: str, log: Path) -> ServedProcess:
     """Our server, with a scheduler of choice."""
-    port = free_port()
-    command = [
-        str(job.surefoot or Path(sys.executable).with_name("surefoot")),
-        "serve",
-        f"--model={model}",
-        f"--port={port}",
-        f"--threads={job.threads}",
-        f"--scheduler={scheduler}",
-        f"--cache-memory={CACHE_MEMORY}",
-        *([f"--cache-dir={job.cache_dir}"] if job.cache_dir else []),
-    ]
-    return ServedProcess(command, f"http://127.0.0.1:{port}", log)
+    options = f"--scheduler={scheduler}", f"--cache-memory={CACHE_MEMORY}"
+    return serve_surefoot(job, model, log, *options)

@@ -25,7 +25,7 @@ from .metrics import percentile
 from .progress import Progress
 from .results import BenchResult
 from .run import View, run_bench
-from .served import ServedProcess, free_port
+from .served import ServedProcess, serve_surefoot
 from .settings import BenchSettings
 
 NUM_STREAMS = 8
@@ -159,18 +159,8 @@ async def our_round(job: Job, files: Files) -> OurRound:
 
 def serve(job: Job, files: Files) -> ServedProcess:
     """Our server, with as many sequences at once as there are streams, so that more of them wait."""
-    port = free_port()
-    command = [
-        str(job.surefoot or Path(sys.executable).with_name("surefoot")),
-        "serve",
-        f"--model={files.model}",
-        f"--port={port}",
-        f"--threads={job.threads}",
-        f"--max-sequences={NUM_STREAMS}",
-        f"--keep-alive-s={KEEP_ALIVE_S}",
-        *([f"--cache-dir={job.cache_dir}"] if job.cache_dir else []),
-    ]
-    return ServedProcess(command, f"http://127.0.0.1:{port}", files.log)
+    options = f"--max-sequences={NUM_STREAMS}", f"--keep-alive-s={KEEP_ALIVE_S}"
+    return serve_surefoot(job, files.model, files.log, *options)
 
 
 async def load(job: Job, url: str, num_streams: int, view: View) -> BenchResult:

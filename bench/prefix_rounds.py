@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from .client import HttpClient
 from .errors import BenchError, RequestFailed
 from .machine import Machine, describe_machine
 from .main_rounds import Job, model_file
-from .served import ServedProcess, free_port
+from .served import ServedProcess, serve_surefoot
 from .stream import CompletionStream, Usage
 
 PATH = "/v1/completions"
@@ -173,17 +172,7 @@ async def probe(
 
 def serve(job: PrefixJob, model: Path, tenants: Path) -> ServedProcess:
     """Our server, with the tenants' files in a folder."""
-    port = free_port()
-    command = [
-        str(job.surefoot or Path(sys.executable).with_name("surefoot")),
-        "serve",
-        f"--model={model}",
-        f"--port={port}",
-        f"--threads={job.threads}",
-        f"--tenants={tenants}",
-        *([f"--cache-dir={job.cache_dir}"] if job.cache_dir else []),
-    ]
-    return ServedProcess(command, f"http://127.0.0.1:{port}", job.log or tenants / "server.log")
+    return serve_surefoot(job, model, job.log or tenants / "server.log", f"--tenants={tenants}")
 
 
 def _make_tenant(folder: Path, tenant: str) -> str:

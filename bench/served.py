@@ -6,10 +6,12 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from .client import HttpClient
 from .errors import BenchError, RequestFailed
@@ -27,6 +29,37 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class OurServer(Protocol):
+    """What a benchmark's job says of the server of ours that it starts."""
+
+    @property
+    def surefoot(self) -> Path | None:
+        """The command, None for the installed one."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads."""
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Folder of prepared weights, None for that of `serve`."""
+
+
+def serve_surefoot(job: OurServer, model: Path, log: Path, *options: str) -> ServedProcess:
+    """Our server, on a free port, with some more options."""
+    port = free_port()
+    command = [
+        str(job.surefoot or Path(sys.executable).with_name("surefoot")),
+        "serve",
+        f"--model={model}",
+        f"--port={port}",
+        f"--threads={job.threads}",
+        *options,
+        *([f"--cache-dir={job.cache_dir}"] if job.cache_dir else []),
+    ]
+    return ServedProcess(command, f"http://127.0.0.1:{port}", log)
 
 
 class ServedProcess:

@@ -24,12 +24,12 @@ from msgspec import Struct
 
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
-from surefoot.kernels.layout import BlockLayout
 
 from .admission import admit
 from .backend import EngineParts
 from .cache_rule import BOUNDARY_TOKENS, FULL_NAME, CacheSpace
 from .cost_model import StepCost
+from .device_runner import bytes_of_block
 from .engine import Engine
 from .settings import EngineSettings
 from .simulator import Machine, SimulationResult, blocks_of, simulate
@@ -245,9 +245,7 @@ def _decode_once(engine: Engine, parts: EngineParts, cache_format: str, context:
 
 
 def _engine(parts: EngineParts, num_blocks: int, *, max_sequences: int, prefix_cache: bool = False) -> Engine:
-    config = parts.loaded.config
-    layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=parts.cache_dtype)
-    cache_bytes = num_blocks * config.num_layers * layout.block_bytes
+    cache_bytes = num_blocks * bytes_of_block(parts.loaded.model, parts.cache_dtype)
     return make_bench_engine(
         parts, EngineSettings(cache_bytes=cache_bytes, max_sequences=max_sequences, prefix_cache=prefix_cache)
     )

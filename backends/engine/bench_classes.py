@@ -23,10 +23,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from surefoot.backends.catalog import default_model_id, locate_model
-from surefoot.kernels.layout import BlockLayout
 
 from .backend import EngineParts
 from .bench_load import Answer, play, served
+from .device_runner import bytes_of_block
 from .first_come import FirstComeScheduler
 from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler
@@ -251,10 +251,8 @@ def _promises(job: Job) -> dict[str, Promise]:
 
 
 def _settings(parts: EngineParts, num_blocks: int, max_sequences: int) -> EngineSettings:
-    config = parts.loaded.config
-    layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=parts.cache_dtype)
     return EngineSettings(
-        cache_bytes=num_blocks * config.num_layers * layout.block_bytes,
+        cache_bytes=num_blocks * bytes_of_block(parts.loaded.model, parts.cache_dtype),
         max_sequences=max_sequences,
         max_waiting=100_000,
         max_waiting_s=1e6,

@@ -24,12 +24,13 @@ from msgspec import Struct
 
 from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
-from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
+from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .admission import admit
 from .backend import PUBLISH_EVERY_S, EngineParts
 from .cache_use import formats_of, totals_of
 from .cost_model import CostModel
+from .device_runner import bytes_of_block
 from .engine import Engine, EngineCounters
 from .first_come import FirstComeScheduler
 from .prefix_cache import PrefixCache
@@ -197,11 +198,9 @@ def timed(make: MakeScheduler, taken_s: list[float]) -> MakeScheduler:
 
 
 def _engine(job: Job, parts: EngineParts, make: MakeScheduler) -> Engine:
-    config = parts.loaded.config
-    layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=parts.cache_dtype)
     num_blocks = job.running * -(-(NUM_PROMPT_TOKENS + job.steps + MORE_TOKENS) // BLOCK_TOKENS)
     settings = EngineSettings(
-        cache_bytes=num_blocks * config.num_layers * layout.block_bytes,
+        cache_bytes=num_blocks * bytes_of_block(parts.loaded.model, parts.cache_dtype),
         max_sequences=job.running,
         max_batched_tokens=max(512, job.running),
         headroom=0.0,

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import GenerateRequest, PromptEcho, SamplingParams, TokenPrompt
-from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout
+from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .admission import admit
 from .backend import EngineParts
+from .device_runner import bytes_of_block
 from .engine import Engine, EngineCounters
 from .loss_errors import LossError
 from .loss_text import read_text
@@ -227,10 +228,9 @@ def report_text(report: LossReport) -> str:
 
 def _limits(options: EngineOptions, parts: EngineParts, settings: LossSettings) -> EngineSettings:
     """The server's limits, with a cache for the one window that is scored at a time."""
-    config = parts.loaded.config
-    layout = BlockLayout(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=parts.cache_dtype)
     num_blocks = settings.window // BLOCK_TOKENS + 1
-    return engine_settings(replace(options, cache_bytes=num_blocks * config.num_layers * layout.block_bytes))
+    block_bytes = bytes_of_block(parts.loaded.model, parts.cache_dtype)
+    return engine_settings(replace(options, cache_bytes=num_blocks * block_bytes))
 
 
 def _prompt_logprobs(

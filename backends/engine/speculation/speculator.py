@@ -108,8 +108,8 @@ class Speculator:
         looking_s = time.perf_counter() - begun_s
         self.counters.expect(choice, bounds.num_sampled, cost(0), looking_s)
         if not prospects:
-            plain_s = cost(0) / bounds.num_sampled
-            saved_s = choice.num_tokens * (plain_s - 1.0 / choice.tokens_per_s)
+            token_s = cost(0) / bounds.num_sampled
+            saved_s = choice.num_tokens * (token_s - 1.0 / choice.tokens_per_s)
             self.controller.rest(looking_s - saved_s, cost(0))
         return {
             seq: draft.cut(length)
