@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.backends.engine.block_pool import BlockPool
-from surefoot.backends.engine.cache_rule import MIXED_NAME, PLAN_FORMATS, CacheRule, CacheSpace
-from surefoot.backends.engine.choice_stream import ChoiceStream
+from surefoot.backends.engine.cache_rule import (
+    BOUNDARY_TOKENS,
+    FULL_NAME,
+    MIXED_NAME,
+    PLAN_FORMATS,
+    CacheRule,
+    CacheSpace,
+)
 from surefoot.backends.engine.cost_model import CostModel
 from surefoot.backends.engine.demotion import Move, Places
 from surefoot.backends.engine.first_come import FirstComeScheduler
@@ -26,7 +32,7 @@ from surefoot.backends.engine.simulator import VirtualClock
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, FULL, BlockLayout, CacheFormat
 
-from .schedules import SCHEDULERS, NoText
+from .schedules import SCHEDULERS, abort, enter, preempt, queue_held
 
 LAYOUT = BlockLayout(num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 PLANS = tuple(
@@ -79,15 +85,8 @@ class World:
             message, tuple(prompt), key=len(self.requests), max_tokens=max_tokens, seed=0, arrived_s=0.0
         )
         request.cache_rule = self.space.rule(plan, len(prompt))
-        self.cache.enter(request)
         self.requests.append(request)
-        for choice in range(n):
-            sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
-            request.sequences.append(sequence)
-            if choice and request.shares_prompt:
-                sequence.status = SequenceStatus.HELD
-            else:
-                self.scheduler.add(sequence)
+        enter(request, self.cache, self.scheduler)
 
     def step(self) -> int:
         """One step; returns how many tokens ran."""
@@ -104,23 +103,6 @@ class World:
         self.pool.check_integrity()
         self._check_holders()
         return sum(chunk.num_tokens for chunk in chunks)
-
-    def finish(self, sequence: Sequence) -> None:
-        """It ended, or its client is gone."""
-        self.scheduler.finish(sequence)
-
-    def abort(self, request: Request) -> None:
-        """All its choices, those that are held too."""
-        for sequence in request.sequences:
-            if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
-                self.finish(sequence)
-            sequence.status = SequenceStatus.FINISHED
-
-    def preempt(self, sequence: Sequence) -> None:
-        """As the naive scheduler does when blocks run out."""
-        assert isinstance(self.scheduler, FirstComeScheduler)
-        self.scheduler._preempt(sequence)
-        self.scheduler.waiting.appendleft(sequence)
 
     def _move(self, move: Move) -> None:
         read = [self.slots[place] for place in _places(move.source)]
@@ -177,14 +159,11 @@ class World:
         sequence.num_committed += chunk.num_tokens
         self.cache.publish(sequence)
         if sequence.num_committed >= sequence.num_prompt_tokens:
-            for other in sequence.request.sequences:
-                if other.status is SequenceStatus.HELD:
-                    other.status = SequenceStatus.WAITING
-                    self.scheduler.add(other)
+            queue_held(sequence.request, self.scheduler)
         if samples:
             sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice)
             if sequence.num_output_tokens >= sequence.request.max_tokens:
-                self.finish(sequence)
+                self.scheduler.finish(sequence)
 
     def _check_holders(self) -> None:
         held = sorted(
@@ -253,9 +232,9 @@ def test_no_storm_loses_a_token_or_a_block(
             case 0:
                 arrive()
             case 1 if running:
-                world.abort(data.draw(st.sampled_from(running)).request)
+                abort(data.draw(st.sampled_from(running)).request, world.scheduler)
             case 2 if running and isinstance(world.scheduler, FirstComeScheduler):
-                world.preempt(data.draw(st.sampled_from(running)))
+                preempt(data.draw(st.sampled_from(running)), world.scheduler)
             case 3 if running:
                 _demote_one(world, data.draw(st.sampled_from(running)))
     while world.scheduler.has_work:
@@ -291,6 +270,22 @@ def test_of_a_mixed_plans_tokens_the_latest_quarter_has_more_bits() -> None:
     assert all(abs(split.high - 0.25 * number) <= 0.5 for number, split in enumerate(splits))
     assert all(split.total == number for number, split in enumerate(splits))
     assert all(0 <= after.high - before.high <= 1 for before, after in pairwise(splits))
+
+
+@given(
+    name=st.sampled_from([name for name in PLAN_FORMATS if name != FULL_NAME]),
+    num_prompt=st.integers(1, 5000),
+    length=st.integers(1, 200_000),
+)
+def test_what_is_held_grows_with_tokens_and_no_faster(name: str, num_prompt: int, length: int) -> None:
+    """A token more takes its format's share of a block, at whatever length; beside that there is no more than
+    is protected or waits for the next boundary, and a block of each list that is not full.
+    """
+    rule, length = rule_of(name, num_prompt, num_blocks=100_000), num_prompt + length
+    num_demoted = rule.num_demoted(length)
+    num_held = -(-(length - num_demoted) // BLOCK_TOKENS) + rule.demoted_blocks(num_demoted).total
+    beside = num_held - length * rule.blocks_per_token
+    assert 0 <= beside <= (rule.sinks + rule.recent + BOUNDARY_TOKENS) / BLOCK_TOKENS + 3
 
 
 @pytest.mark.parametrize(("name", "times"), [("k8v8", 1.8), ("k8v4", 2.3), (MIXED_NAME, 2.8), ("k4v4", 3.2)])
