@@ -176,7 +176,7 @@ def _demand(engine: Engine, parts: EngineParts, shape: Shape, cache_format: str)
     for key in range(num_requests):
         _add(engine, parts, key, shape.prompt_tokens, shape.output_tokens, cache_format)
     begun_s = time.perf_counter()
-    residents, most = Residents(num_requests), 0
+    residents = Residents(num_requests)
     while engine.has_work:
         running = engine.scheduler.running
         decoding, num_steps = [each for each in running if each.is_decoding], engine.counters.num_steps
@@ -184,13 +184,12 @@ def _demand(engine: Engine, parts: EngineParts, shape: Shape, cache_format: str)
         # A step may also wait for company.
         if engine.counters.num_steps > num_steps:
             residents.observe(decoding, running, len(engine.keys))
-            most = max(most, len(running))
     seconds = time.perf_counter() - begun_s
     return Demand(
         shape=shape.name,
         format=cache_format,
         mean_running=residents.mean,
-        max_running=most,
+        max_running=residents.most,
         num_preemptions=engine.counters.num_preemptions,
         tokens_per_s=num_requests * shape.output_tokens / seconds,
     )

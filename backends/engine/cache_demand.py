@@ -55,15 +55,17 @@ class Residents:
     def __init__(self, num_requests: int) -> None:
         self._num_requests = num_requests
         self.counts: list[int] = []
+        self.most = 0
 
     def observe(self, before: Collection[Sequence], after: Collection[Sequence], num_open: int) -> None:
         """A step: who decoded when it began, who runs after it, and how many requests have not ended."""
+        self.most = max(self.most, len(after))
         if 2 * num_open > self._num_requests and (self.counts or set(before).issuperset(after)):
             self.counts.append(len(after))
 
     @property
     def mean(self) -> float:
-        """Over these steps."""
+        """Over these steps; `most` is over all."""
         return sum(self.counts) / len(self.counts)
 
 
@@ -100,7 +102,7 @@ def simulated(shape: Shape, machine: Machine, cache_format: str) -> Demand:
         shape=shape.name,
         format=cache_format,
         mean_running=simulation.residents.mean,
-        max_running=result.max_resident,
+        max_running=simulation.residents.most,
         num_preemptions=sum(outcome.num_preemptions for outcome in result.outcomes),
         tokens_per_s=shape.num_requests * shape.output_tokens / (result.end_s - BEGIN_S),
     )

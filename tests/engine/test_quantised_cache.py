@@ -408,11 +408,10 @@ def test_a_prompt_that_does_not_fit_is_demoted_on_the_way(parts: EngineParts, tm
     assert serve(parts, request, cache_bytes=room, max_prefill_chunk=100).choices == whole.choices
 
 
-def pressed(cache_format: str = "k4v4") -> ServingPlan:
+def pressed(cache_format: str = "k4v4", *, drafts: bool = False) -> ServingPlan:
     """A plan that demotes when blocks run out."""
-    return ServingPlan(
-        name="pressed", cache=CachePlan(format=cache_format, sinks=4, recent=32, demote="pressure")
-    )
+    eager = plan(cache_format, drafts=drafts)
+    return replace(eager, name="pressed", cache=replace(eager.cache, demote="pressure"))
 
 
 def test_without_pressure_nothing_is_demoted(tiny_parts: EngineParts) -> None:
@@ -466,13 +465,14 @@ def test_estimates_are_what_is_freed(tiny_parts: EngineParts, seed: int) -> None
     random = Random(seed)
     server = Server(tiny_parts, (FirstComeScheduler, PromiseScheduler)[seed % 2], max_batched_tokens=96)
     server.serve(prompt_of(100), GREEDY)
+    draft_always(server)
     for cache_format in ("k4v4", "mixed", "k8v4", "mixed"):
         params = replace(GREEDY, n=random.choice((1, 2)), temperature=1.0)
         server.add(
             message(
                 prompt_of(random.choice((100, 180)), seed=random.randrange(2)),
                 params,
-                plan=pressed(cache_format),
+                plan=pressed(cache_format, drafts=random.random() < 0.5),
             )
         )
     demoter, pool = server.engine.scheduler._demoter, server.engine.pool  # type: ignore[attr-defined]
@@ -526,7 +526,8 @@ def _random_request(random: Random) -> GenerateRequest:
     params = replace(SEEDED, n=random.choice((1, 1, 3)), max_tokens=random.choice((5, 80)))
     kind = plan(random.choice((*FORMATS, "k16v16")), drafts=random.random() < 0.5)
     if random.random() < 0.2:
-        return message(prompt, replace(params, seed=None), plan=pressed(random.choice(("k4v4", "mixed"))))
+        under_pressure = pressed(random.choice(("k4v4", "mixed")), drafts=random.random() < 0.5)
+        return message(prompt, replace(params, seed=None), plan=under_pressure)
     return message(prompt, params, plan=kind)
 
 
