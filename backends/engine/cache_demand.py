@@ -48,8 +48,8 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 
 class Residents:
-    """How many sequences are in the cache after each step, from the first step that reads no prompt until
-    half of the requests have ended. Before that more start with each step, after it few may be left.
+    """How many sequences are in the cache after each step, from the first that reads no prompt, or in which
+    a request ends, until half of them have ended. Before that more start all the time, after it few are left.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -60,7 +60,8 @@ class Residents:
     def observe(self, before: Collection[Sequence], after: Collection[Sequence], num_open: int) -> None:
         """A step: who decoded when it began, who runs after it, and how many requests have not ended."""
         self.most = max(self.most, len(after))
-        if 2 * num_open > self._num_requests and (self.counts or set(before).issuperset(after)):
+        is_full = bool(self.counts) or set(before).issuperset(after) or num_open < self._num_requests
+        if is_full and 2 * num_open > self._num_requests:
             self.counts.append(len(after))
 
     @property

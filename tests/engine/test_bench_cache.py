@@ -72,7 +72,7 @@ def test_the_simulator_has_the_engines_counts(parts: EngineParts, tmp_path: Path
 
 
 def test_residents_are_counted_while_the_cache_is_full() -> None:
-    """From the first step that no prompt is read in, until half of the requests have ended."""
+    """From the first step that reads no prompt, or in which a request ends, until half of them have ended."""
     request = Request(
         GenerateRequest(request_id="", model="", prompt=TokenPrompt((1,))),
         (1,),
@@ -92,7 +92,11 @@ def test_residents_are_counted_while_the_cache_is_full() -> None:
         ([first], [first], 2),
     ):
         residents.observe(decoding, running, num_open)
-    assert residents.counts == [2, 2, 1]
+    assert (residents.counts, residents.most) == ([2, 2, 1], 2)
+    busy = Residents(4)
+    busy.observe([first], [first, second], 4)
+    busy.observe([first], [second], 3)
+    assert busy.counts == [1]
 
 
 def test_a_gpu_that_few_long_requests_fill_serves_more_in_fewer_bits() -> None:
