@@ -154,7 +154,12 @@ def _demand_rows(demand: Demand, full: Demand) -> list[Row]:
     resident, speed = demand.mean_running / full.mean_running, demand.tokens_per_s / full.tokens_per_s
     return [
         _row(f"{name}, sequences", demand.mean_running, resident, MIN_TIMES_RESIDENT),
-        Row(name=f"{name}, preemptions", value=preempted, times=1.0, kept=preempted == 0),
+        Row(
+            name=f"{name}, preemptions",
+            value=preempted,
+            times=1.0,
+            kept=None if demand is full else preempted == 0,
+        ),
         _row(f"{name}, tokens/s", demand.tokens_per_s, speed, MIN_TIMES_THROUGHPUT),
     ]
 

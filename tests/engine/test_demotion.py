@@ -256,6 +256,40 @@ def _demote_one(world: World, sequence: Sequence) -> None:
         world._move(move)
 
 
+PRESSED = CachePlan(format="k4v4", sinks=2, recent=5, demote="pressure")
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+@pytest.mark.parametrize("priority", [0, 1, 2])
+def test_nobody_is_demoted_for_a_lower_priority(make: MakeScheduler, priority: int) -> None:
+    """One that waits for blocks has those demoted that are of its own priority or below, and no others."""
+    world = World(make, num_blocks=32, max_batched_tokens=512)
+    world.add([1] * 240, PRESSED, n=1, max_tokens=9, priority=1)
+    world.step()
+    (sequence,) = world.scheduler.running
+    world.add([2] * 300, CachePlan(), n=1, max_tokens=9, priority=priority)
+    assert sequence.num_demoted == 0
+    world.step()
+    assert (sequence.num_demoted > 0) == (priority >= 1)
+
+
+def test_who_is_preempted_under_pressure_starts_again_with_boundaries() -> None:
+    """What it held cannot be had again; with boundaries it is known to fit, and the answer says so."""
+    world = World(FirstComeScheduler, num_blocks=24)
+    world.add([1] * 60, PRESSED, n=1, max_tokens=9, priority=0)
+    world.step()
+    (sequence,) = world.scheduler.running
+    assert isinstance(world.scheduler, FirstComeScheduler)
+    preempt(sequence, world.scheduler)
+    assert not sequence.is_under_pressure
+    while world.scheduler.has_work:
+        world.step()
+    usage = sequence.request.cache_usage
+    assert usage is not None
+    assert not usage.reproducible
+    assert sequence.num_preemptions == 1
+
+
 def rule_of(name: str, num_prompt: int, num_blocks: int = 1000) -> CacheRule:
     """What a format means for a prompt, with the usual protection."""
     rule = space_of(num_blocks).rule(CachePlan(format=name), num_prompt)

@@ -250,15 +250,17 @@ def test_fewer_bits_hold_and_serve_more(machine: Machine) -> None:
 
 def test_who_shares_a_prompt_starts_beside_the_others() -> None:
     """Blocks that many hold count once where it is decided who starts: all that share a long prompt run at
-    once in a cache that a few of them would fill without.
+    once in a cache that a few of them would fill without, and of a smaller one as many as it holds.
     """
     machine = Machine(settings=MACHINE.settings, num_blocks=300, cost=COST)
     prompt = TraceRequest(arrival_s=0.0, prompt_tokens=1601, output_tokens=48, prompt_group=1)
     trace = [prompt, *[replace(prompt, arrival_s=10.0)] * 30]
     shared = simulate(trace, machine, promises={})
     apart = simulate([replace(each, prompt_group=None) for each in trace], machine, promises={})
+    tight = simulate(trace, replace(machine, num_blocks=160), promises={})
     assert (shared.max_resident, apart.max_resident) == (30, 2)
-    for result in (shared, apart):
+    assert 12 <= tight.max_resident <= 18
+    for result in (shared, apart, tight):
         assert all(outcome.timings is not None for outcome in result.outcomes)
         assert sum(outcome.num_preemptions for outcome in result.outcomes) == 0
 
