@@ -25,6 +25,7 @@ from surefoot.backends.engine.cost_model import CostModel
 from surefoot.backends.engine.demotion import Move, Places
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import PrefixCache
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk
 from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
@@ -271,6 +272,22 @@ def test_nobody_is_demoted_for_a_lower_priority(make: MakeScheduler, priority: i
     assert sequence.num_demoted == 0
     world.step()
     assert (sequence.num_demoted > 0) == (priority >= 1)
+
+
+def test_a_start_leaves_room_for_the_first_demotions_to_come() -> None:
+    """One that still reads its prompt holds few blocks, and will want many before it demotes: until then none
+    starts that would take them, and nobody is preempted.
+    """
+    world, plan = World(PromiseScheduler, num_blocks=60), CachePlan(format="k4v4", sinks=2, recent=5)
+    for number, length in enumerate((480, 300)):
+        world.add([number] * length, plan, n=1, max_tokens=200, priority=0)
+    first, second = (request.sequences[0] for request in world.requests)
+    while second.status is SequenceStatus.WAITING:
+        assert world.step()
+    assert first.num_demoted > 0
+    while world.scheduler.has_work:
+        assert world.step()
+    assert first.num_preemptions == second.num_preemptions == 0
 
 
 def test_who_is_preempted_under_pressure_starts_again_with_boundaries() -> None:
