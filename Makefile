@@ -27,8 +27,8 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format lock clean bench-main bench-cache bench-classes bench-low-load bench-prefix bench-scheduler \
-	bench-speculation bench-draft-lengths bench-policy-day bench-tenants study-cache peers bench-peers kernels-table
+.PHONY: help serve test check format lock clean bench-main bench-cache bench-cache-gpus bench-classes bench-low-load bench-prefix \
+	bench-scheduler bench-speculation bench-draft-lengths bench-policy-day bench-tenants study-cache peers bench-peers kernels-table
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench-classes: $(RUNTIME) ## Measure promises under a flood, and a cache too sma
 
 bench-cache: $(RUNTIME) ## Measure what a quantised cache holds, and decoding in it (ARGS="--formats k8v4 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_cache $(ARGS)
+
+bench-cache-gpus: $(RUNTIME) ## Simulate that on GPUs by their data sheets (ARGS="--gpus h100 ...")
+	@$(BIN)/python -m surefoot.backends.engine.bench_cache_gpus $(ARGS)
 
 bench-scheduler: $(RUNTIME) ## Measure what deciding a step costs (ARGS="--waiting 500 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_scheduler $(ARGS)

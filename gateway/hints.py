@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from surefoot.policies.bounds import FORMATS, MAX_DRAFT
+from surefoot.policies.bounds import FORMATS, MAX_DRAFT, MOMENTS
 
 from .errors import InvalidValue, shortened
 from .limits import MAX_COUNT, Range, check_range
@@ -14,6 +14,7 @@ from .messages import read_content
 
 DRAFT_LENGTH = Range(low=0, high=MAX_DRAFT)
 CONTEXT = Range(low=1, high=MAX_COUNT)
+PROTECTED = Range(low=0, high=MAX_COUNT)
 
 
 class Prediction(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -48,18 +49,37 @@ class SpeculationWish(Struct, forbid_unknown_fields=True, kw_only=True):
             check_range("speculation.max_draft", self.max_draft, DRAFT_LENGTH)
 
 
+class ProtectWish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fewest of a context's first and latest tokens that a request wants to keep all bits."""
+
+    sinks: int | None = None
+    recent: int | None = None
+
+    @property
+    def wanted(self) -> dict[str, int]:
+        """What it has a wish for."""
+        return {name: value for name, value in structs.asdict(self).items() if value is not None}
+
+
 class CacheWish(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The least precise cache format and the longest context that a request wants."""
+    """What a request wants of its cache: the least precise format, the least protection, when tokens are
+    demoted, and the longest context.
+    """
 
     format: str | None = None
+    protect: ProtectWish = ProtectWish()
+    demote: str | None = None
     max_context: int | None = None
 
     def check(self) -> None:
-        """Raise `InvalidValue` for a format or a context that no plan has."""
-        if self.format is not None and self.format not in FORMATS:
-            raise InvalidValue(
-                f"'cache.format' must be one of {', '.join(FORMATS)}, but it is '{shortened(self.format)}'.",
-                "cache.format",
-            )
+        """Raise `InvalidValue` for what no plan has."""
+        for param, value, known in (("format", self.format, FORMATS), ("demote", self.demote, MOMENTS)):
+            if value is not None and value not in known:
+                raise InvalidValue(
+                    f"'cache.{param}' must be one of {', '.join(known)}, but it is '{shortened(value)}'.",
+                    f"cache.{param}",
+                )
+        for name, number in self.protect.wanted.items():
+            check_range(f"cache.protect.{name}", number, PROTECTED)
         if self.max_context is not None:
             check_range("cache.max_context", self.max_context, CONTEXT)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from surefoot.backends.base import Backend
 from surefoot.backends.types import ChatPrompt, Prompt, ServingPlan, TextPrompt
 from surefoot.policies.base import Observation
+from surefoot.policies.bounds import Protection
 from surefoot.policies.recent_loss import RecentLoss, expected_loss
 
+from .hints import CacheWish
 from .overrides import Overrides
 from .schemas import ChatRequest, CompletionRequest
 from .tenants import Tenant
@@ -40,6 +42,7 @@ class Observer:
         prompts, stats = asked.prompts(), backend.stats
         kind = "chat" if isinstance(prompts[0], ChatPrompt) else "text"
         override = self._overrides.get(tenant.id)
+        wish = asked.cache or CacheWish()
         return Observation(
             tenant_id=tenant.id,
             model=asked.model,
@@ -54,8 +57,10 @@ class Observer:
             hour=self._now() % 86400 / 3600,
             override=override.plan if override else None,
             max_draft=asked.max_draft,
-            cache_format=asked.cache.format if asked.cache else None,
-            max_context=asked.cache.max_context if asked.cache else None,
+            cache_format=wish.format,
+            protect=Protection(sinks=wish.protect.sinks, recent=wish.protect.recent),
+            demotes_at_once=wish.demote == "eager",
+            max_context=wish.max_context,
             has_seed=asked.seed is not None,
             bounds=tenant.bounds,
         )

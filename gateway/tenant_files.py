@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from surefoot.policies.bounds import FORMATS
+from surefoot.policies.bounds import FORMATS, MOMENTS
 from surefoot.policies.supported import SUPPORTED, unserved
 
 from .decode import did_you_mean
@@ -29,7 +29,7 @@ ID_WORDS = (
 HASH_WORDS = "what `surefoot key new` prints: 'sha256:' and 64 lower-case hexadecimal digits"
 CHOICES: Mapping[str, Collection[str]] = {
     "cache.format": FORMATS,
-    "cache.demote": ("eager", "pressure"),
+    "cache.demote": MOMENTS,
     "speculation.proposers": SUPPORTED.proposers,
 }
 Where = tuple[str | int, ...]

@@ -130,7 +130,7 @@ class Tenant(TenantValues, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def check_cache(self, wish: CacheWish | None) -> None:
         """Raise `Unsupported` for a wish that the file does not let a request have, `InvalidValue` for one
-        that goes beyond it: fewer bits, or a longer context.
+        that goes beyond it: fewer bits, less protection, demotion by pressure, or a longer context.
         """
         if wish is None:
             return
@@ -145,6 +145,18 @@ class Tenant(TenantValues, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise InvalidValue(
                 f"'cache.format' is '{wish.format}', less precise than your limit of '{limits.format}'.",
                 "cache.format",
+            )
+        least = limits.plan(limits.format)
+        for name, number in wish.protect.wanted.items():
+            if number < (limit := getattr(least, name)):
+                raise InvalidValue(
+                    f"'cache.protect.{name}' is {number}, less than your limit of {limit}.",
+                    f"cache.protect.{name}",
+                )
+        if wish.demote == "pressure" != least.demote:
+            raise InvalidValue(
+                "'cache.demote' is 'pressure', but by your tenant's file tokens are demoted at once.",
+                "cache.demote",
             )
         longest = limits.max_context
         if wish.max_context is not None and longest is not None and wish.max_context > longest:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from surefoot.backends.types import ServingPlan
 
-from .bounds import PlanBounds
+from .bounds import PlanBounds, Protection
 
 
 class GuardVerdict(Struct, frozen=True):
@@ -48,6 +48,10 @@ class Observation(Struct, frozen=True, kw_only=True):
     """The longest draft that the request itself wants."""
     cache_format: str | None = None
     """The least precise format that the request itself wants."""
+    protect: Protection = Protection()
+    """The fewest tokens that the request itself wants to keep all bits."""
+    demotes_at_once: bool = False
+    """Whether the request itself wants no demotion by pressure."""
     max_context: int | None = None
     """The longest context that the request itself wants."""
     has_seed: bool = False

@@ -18,6 +18,9 @@ FORMATS: tuple[Format, ...] = ("k16v16", "k8v8", "k8v4", "mixed", "k4v4")
 k4v4 for the others.
 """
 MIXED: Format = "mixed"
+Moment = Literal["eager", "pressure"]
+MOMENTS: tuple[Moment, ...] = ("eager", "pressure")
+"""When tokens are demoted: at once, or when the cache is full."""
 PRECISION: Mapping[str, int] = {name: rank for rank, name in enumerate(FORMATS)}
 Proposer = Literal["ngram", "suffix", "prediction", "draft"]
 DEFAULT = BASELINE_PLAN.cache
@@ -91,14 +94,15 @@ class CacheBounds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     `max_loss` is what answers may lose in the mean, in nats per token, where formats lose what `loss` says:
     one that loses more may have a part in that mean, but not be had by all. `demote` None is `eager`. With
-    `per_request` a request may ask for more bits or a shorter context, by its field `cache`.
+    `per_request` a request may ask for more bits, more protection, demotion at once or a shorter context, by
+    its field `cache`.
     """
 
     format: Format = "k16v16"
     max_loss: Loss | None = None
     loss: Losses = Losses()
     protect: Protection = Protection()
-    demote: Literal["eager", "pressure"] | None = None
+    demote: Moment | None = None
     max_context: Annotated[int, Meta(ge=1)] | None = None
     per_request: bool = False
 
@@ -180,12 +184,12 @@ def named_plan(cache: CachePlan, speculation: SpeculationPlan) -> ServingPlan:
         speculation = BASELINE_PLAN.speculation
     if cache.format == DEFAULT.format:
         cache = DEFAULT if cache.max_context is None else CachePlan(max_context=cache.max_context)
-    names = [] if cache.format == DEFAULT.format else [_cache_name(cache)]
+    names = [] if cache.format == DEFAULT.format else [cache_name(cache)]
     names += [f"draft{speculation.max_draft}"] if speculation.max_draft else []
     return ServingPlan(name="+".join(names) or BASELINE_PLAN.name, cache=cache, speculation=speculation)
 
 
-def _cache_name(cache: CachePlan) -> str:
+def cache_name(cache: CachePlan) -> str:
     """The format, and what of it is not as usual: `k8v4-recent256`, `k4v4-pressure`."""
     words = [cache.format]
     words += [f"sinks{cache.sinks}"] if cache.sinks != DEFAULT.sinks else []

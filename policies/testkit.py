@@ -80,6 +80,8 @@ def sample_observations() -> Iterator[Observation]:
         "override": ("baseline", "fixed"),
         "max_draft": (0, 2),
         "cache_format": ("k16v16", "k4v4"),
+        "protect": (Protection(sinks=0, recent=0), Protection(recent=500)),
+        "demotes_at_once": (True,),
         "max_context": (100,),
         "has_seed": (True,),
         "verdicts": ((GuardVerdict("speculation", "too slow"),),),

@@ -10,7 +10,7 @@ from surefoot.backends.types import BASELINE_PLAN, ServingPlan, SpeculationPlan
 
 from .base import Decision, Observation, Policy, Step
 from .baseline import BaselinePolicy
-from .bounds import FORMATS, PlanBounds, more_precise, named_plan
+from .bounds import FORMATS, PlanBounds, cache_name, more_precise, named_plan
 from .fixed import FixedPolicy
 from .supported import SUPPORTED, Supported
 
@@ -153,8 +153,13 @@ def within_bounds(plan: ServingPlan, bounds: PlanBounds, quality_loss: float | N
 def within_wish(plan: ServingPlan, seen: Observation) -> ServingPlan:
     """As much of a plan as the request wants: all of it where it wants nothing."""
     cache, speculation = plan.cache, plan.speculation
-    if seen.cache_format is not None:
-        cache = replace(cache, format=more_precise(cache.format, seen.cache_format))
+    cache = replace(
+        cache,
+        format=more_precise(cache.format, seen.cache_format or cache.format),
+        sinks=max(cache.sinks, seen.protect.sinks or 0),
+        recent=max(cache.recent, seen.protect.recent or 0),
+        demote="eager" if seen.demotes_at_once else cache.demote,
+    )
     if seen.max_draft is not None:
         speculation = replace(speculation, max_draft=min(speculation.max_draft, seen.max_draft))
     return plan if (cache, speculation) == (plan.cache, plan.speculation) else named_plan(cache, speculation)
@@ -181,7 +186,7 @@ def _wish(allowed: ServingPlan, wished: ServingPlan) -> str:
     """What of a plan a request did not want, in words."""
     words = []
     if wished.cache != allowed.cache:
-        words.append(f"{wished.cache.format} at least")
+        words.append(f"{cache_name(wished.cache)} at least")
     if wished.speculation != allowed.speculation:
         words.append(f"drafts of {wished.speculation.max_draft} at most")
     return " and ".join(words)

@@ -1,10 +1,13 @@
 """What a quantised cache brings: how many requests it holds at once, and what decoding costs in it.
 
+    make bench-cache
     python -m surefoot.backends.engine.bench_cache --help
 
-Demand: so many requests that in full precision they would take `demand` times the cache, all at once, of an
-engine that knows how long answers are; and the same in virtual time, with steps that cost what a GPU's might.
+Demand: so many requests that in full precision they would take 2.5 times the cache, all at once, of an engine
+that knows how long answers are; for each shape of requests on a cache of its own. The simulator says beside
+what it makes of the same, with the step costs that the engine has learnt.
 Decoding: one request with a long context and room enough, its tokens a second against full precision's.
+The exit status is 0 if every bar is kept by every format in every shape, 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -16,33 +19,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from cyclopts import App, Parameter
 from msgspec import Struct
 
-from surefoot.backends.errors import BackendError
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
 
-from .admission import admit
 from .backend import EngineParts
-from .cache_rule import BOUNDARY_TOKENS, FULL_NAME, CacheSpace
-from .cost_model import StepCost
+from .bench_engine import add_request, load_bench_parts, make_bench_engine, say, step
+from .cache_demand import Demand, Residents, Shape, simulated
+from .cache_rule import BOUNDARY_TOKENS, FULL_NAME
 from .device_runner import bytes_of_block
 from .engine import Engine
 from .settings import EngineSettings
-from .simulator import Machine, SimulationResult, blocks_of, simulate
-from .speculation.bench_engine import load_bench_parts, make_bench_engine, say
-from .trace import TraceRequest
+from .simulator import Machine, blocks_of
 
 MIN_TIMES_RESIDENT, MIN_TIMES_THROUGHPUT, MIN_TIMES_DECODE = 2.5, 1.1, 1.0
-MIN_TIMES_ON_A_GPU = 1.8
 
 MAX_SEQUENCES = 64
-BEGIN_S = 60.0
-GPU = StepCost(fixed_s=0.01, row_s=3e-5, further_row_s=3e-5, sequence_s=2e-5, context_s=4e-8)
-"""Of a model of some billions of parameters; assumed, not measured."""
+
+SHAPES = (
+    Shape(name="many-short", num_requests=24, prompt_tokens=768, output_tokens=256),
+    Shape(name="few-long", num_requests=8, prompt_tokens=1536, output_tokens=768),
+    Shape(name="long-answers", num_requests=8, prompt_tokens=256, output_tokens=1024),
+)
+"""At a demand of 2.5 the cache holds 9 of the first in full precision, and 3 of the others."""
+
+ShapeName = Literal["many-short", "few-long", "long-answers"]
+SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)
 
 
 @Parameter(name="*")
@@ -55,27 +61,10 @@ class Job:
     threads: Annotated[int | None, Parameter(help="Threads [one per CPU]")] = None
     formats: Annotated[tuple[str, ...], Parameter(help="Beside full precision")] = ("k8v4", "mixed", "k4v4")
     demand: Annotated[float, Parameter(help="Demand, in caches of full precision")] = 2.5
-    requests: Annotated[int, Parameter(help="Requests that make the demand")] = 24
-    prompt_tokens: Annotated[int, Parameter(help="Of each of them")] = 768
-    output_tokens: Annotated[int, Parameter(help="Of each of them")] = 256
+    shapes: Annotated[tuple[ShapeName, ...], Parameter(help="Of requests that make the demand")] = SHAPE_NAMES
     contexts: Annotated[tuple[int, ...], Parameter(help="Where decoding is timed")] = (2048, 7900)
-    rounds: Annotated[int, Parameter(help="How often decoding is timed there, by turns")] = 8
+    rounds: Annotated[int, Parameter(help="How often decoding is timed there, by turns")] = 6
     output: Annotated[Path | None, Parameter(help="Result as JSON")] = None
-
-
-class Demand(Struct, frozen=True, kw_only=True):
-    """A cache that too much was asked of. `mean_running` is over the steps from the first in which all that
-    run decode, until half of the requests ended: before it is not full yet, and after that there may be too
-    few to fill it.
-    """
-
-    format: str
-    mean_running: float
-    max_running: int
-    num_preemptions: int
-    num_rows: int
-    tokens_per_s: float
-    simulated_tokens_per_s: float
 
 
 class Decoding(Struct, frozen=True, kw_only=True):
@@ -87,9 +76,10 @@ class Decoding(Struct, frozen=True, kw_only=True):
 
 
 class CacheResult(Struct, frozen=True):
-    """All of it; full precision comes first."""
+    """All of it, full precision first in each shape; `simulations` in the order of `demands`."""
 
     demands: list[Demand]
+    simulations: list[Demand]
     decodings: list[Decoding]
 
 
@@ -116,105 +106,109 @@ def main(*, job: Job = DEFAULT_JOB) -> int:
 
 
 def measure(job: Job) -> CacheResult:
-    """All formats, one after the other."""
+    """All shapes and formats, one after the other."""
     parts = load_bench_parts(job.model, job.cache_dir, job.threads)
     formats = (FULL_NAME, *job.formats)
-    demands = []
-    for name in formats:
-        say(f"{job.requests} requests in {name} ...")
-        demands.append(_demand(job, parts, name))
+    demands: list[Demand] = []
+    simulations: list[Demand] = []
+    for shape in (each for each in SHAPES if each.name in job.shapes):
+        for name in formats:
+            say(f"{shape.name}: {shape.num_requests} requests in {name} ...")
+            engine = _engine(parts, shape.num_blocks(job.demand), max_sequences=MAX_SEQUENCES)
+            demands.append(_demand(engine, parts, shape, name))
+        simulations += [simulated(shape, _as_learnt(engine), name) for name in formats]
     decodings = []
     for context in job.contexts:
         say(f"decoding after {context} tokens ...")
         decodings += _decode(job, parts, formats, context)
-    return CacheResult(demands, decodings)
+    return CacheResult(demands, simulations, decodings)
 
 
 def rows_of(result: CacheResult) -> list[Row]:
     """One line a figure; bars for those that have one."""
-    full, *others = result.demands
-    rows = [Row(name=f"{full.format}: mean running", value=full.mean_running, times=1.0)]
-    for demand in others:
-        name = demand.format
-        resident = demand.mean_running / full.mean_running
-        throughput = demand.tokens_per_s / full.tokens_per_s
-        preempted = demand.num_preemptions
-        rows += [
-            _row(f"{name}: mean running", demand.mean_running, resident, MIN_TIMES_RESIDENT),
-            _row(f"{name}: tokens/s", demand.tokens_per_s, throughput, MIN_TIMES_THROUGHPUT),
-            _row(
-                f"{name}: tokens/s on a GPU",
-                demand.simulated_tokens_per_s,
-                demand.simulated_tokens_per_s / full.simulated_tokens_per_s,
-                MIN_TIMES_ON_A_GPU,
-            ),
-            Row(name=f"{name}: preemptions", value=preempted, times=1.0, kept=preempted == 0),
-        ]
-    plain = {each.num_context_tokens: each for each in result.decodings if each.format == full.format}
+    rows = []
+    for demand, simulation in zip(result.demands, result.simulations, strict=True):
+        rows += _demand_rows(demand, _full(result.demands, demand.shape))
+        own, full = simulation.tokens_per_s, _full(result.simulations, demand.shape).tokens_per_s
+        rows.append(Row(name=f"{_name(demand)}, tokens/s, simulated", value=own, times=own / full))
+    plain = {each.num_context_tokens: each for each in result.decodings if each.format == FULL_NAME}
     for each in result.decodings:
         rounds = zip(each.tokens_per_s, plain[each.num_context_tokens].tokens_per_s, strict=True)
         times = median(own / full for own, full in rounds)
-        name = f"{each.format}: tokens/s after {each.num_context_tokens}"
+        name = f"{each.format}, tokens/s after {each.num_context_tokens}"
         rows.append(_row(name, median(each.tokens_per_s), times, MIN_TIMES_DECODE))
     return rows
 
 
+def _full(demands: Sequence[Demand], shape: str) -> Demand:
+    """A shape in full precision."""
+    return next(each for each in demands if (each.shape, each.format) == (shape, FULL_NAME))
+
+
+def _name(demand: Demand) -> str:
+    return f"{demand.shape}, {demand.format}"
+
+
+def _demand_rows(demand: Demand, full: Demand) -> list[Row]:
+    name, preempted = _name(demand), demand.num_preemptions
+    resident, speed = demand.mean_running / full.mean_running, demand.tokens_per_s / full.tokens_per_s
+    return [
+        _row(f"{name}, sequences", demand.mean_running, resident, MIN_TIMES_RESIDENT),
+        Row(
+            name=f"{name}, preemptions",
+            value=preempted,
+            times=1.0,
+            kept=None if demand is full else preempted == 0,
+        ),
+        _row(f"{name}, tokens/s", demand.tokens_per_s, speed, MIN_TIMES_THROUGHPUT),
+    ]
+
+
 def _line(row: Row) -> str:
     verdict = {None: "", True: "kept", False: "MISSED"}[row.kept]
-    return f"{row.name:<32}{row.value:10.2f}{row.times:8.2f} x  {verdict}\n"
+    return f"{row.name:<44}{row.value:10.2f}{row.times:8.2f} x  {verdict}\n"
 
 
 def _row(name: str, value: float, times: float, least: float) -> Row:
-    return Row(name=name, value=value, times=times, kept=times >= least)
+    return Row(name=name, value=value, times=times, kept=None if FULL_NAME in name else times >= least)
 
 
-def _demand(job: Job, parts: EngineParts, cache_format: str) -> Demand:
-    num_blocks = round(job.requests * blocks_of(job.prompt_tokens + job.output_tokens) / job.demand)
-    engine = _engine(parts, num_blocks, max_sequences=MAX_SEQUENCES)
-    _add(engine, parts, job.requests, BOUNDARY_TOKENS, job.output_tokens, cache_format)
+def _demand(engine: Engine, parts: EngineParts, shape: Shape, cache_format: str) -> Demand:
+    """On an engine that has served one answer before, and so knows how long they are."""
+    num_requests = shape.num_requests
+    _add(engine, parts, num_requests, BOUNDARY_TOKENS, shape.output_tokens, cache_format)
     _run(engine)
-    for key in range(job.requests):
-        _add(engine, parts, key, job.prompt_tokens, job.output_tokens, cache_format)
-    num_rows, begun_s = engine.counters.num_rows, time.perf_counter()
-    running = _run_full(engine, job.requests)
-    seconds, num_tokens = time.perf_counter() - begun_s, job.requests * job.output_tokens
-    simulated_s = simulated(job, engine.cache_space, cache_format).end_s - BEGIN_S
+    for key in range(num_requests):
+        _add(engine, parts, key, shape.prompt_tokens, shape.output_tokens, cache_format)
+    begun_s = time.perf_counter()
+    residents = Residents(num_requests)
+    while engine.has_work:
+        running = engine.scheduler.running
+        decoding, num_steps = [each for each in running if each.is_decoding], engine.counters.num_steps
+        step(engine)
+        # A step may also wait for company.
+        if engine.counters.num_steps > num_steps:
+            residents.observe(decoding, running, len(engine.keys))
+    seconds = time.perf_counter() - begun_s
     return Demand(
+        shape=shape.name,
         format=cache_format,
-        mean_running=sum(running) / len(running),
-        max_running=max(running),
+        mean_running=residents.mean,
+        max_running=residents.most,
         num_preemptions=engine.counters.num_preemptions,
-        num_rows=engine.counters.num_rows - num_rows,
-        tokens_per_s=num_tokens / seconds,
-        simulated_tokens_per_s=num_tokens / simulated_s,
+        tokens_per_s=num_requests * shape.output_tokens / seconds,
     )
 
 
-def _run_full(engine: Engine, num_requests: int) -> list[int]:
-    """Serve them all; how many ran in each step in which the cache was full, as `Demand` has it."""
-    running: list[int] = []
-    while engine.has_work:
-        num_steps = engine.counters.num_steps
-        _step(engine)
-        now = engine.scheduler.running
-        # A step may also wait for company.
-        has_run = engine.counters.num_steps > num_steps
-        if has_run and 2 * len(engine.keys) > num_requests and (running or all(s.is_decoding for s in now)):
-            running.append(len(now))
-    return running
-
-
-def simulated(job: Job, space: CacheSpace, cache_format: str, cost: StepCost = GPU) -> SimulationResult:
-    """The same in virtual time; requests come at `BEGIN_S`, after one that shows how long answers are."""
-
-    def traced(arrival_s: float, num_prompt: int) -> TraceRequest:
-        return TraceRequest(arrival_s=arrival_s, prompt_tokens=num_prompt, output_tokens=job.output_tokens)
-
-    settings = EngineSettings(cache_bytes=space.num_blocks * space.block_bytes, max_sequences=MAX_SEQUENCES)
-    machine = Machine(settings=settings, num_blocks=space.num_blocks, cost=cost, layout=space.layout)
-    plan = ServingPlan(name=cache_format, cache=CachePlan(format=cache_format))
-    trace = [traced(0.0, BOUNDARY_TOKENS), *[traced(BEGIN_S, job.prompt_tokens)] * job.requests]
-    return simulate(trace, machine, promises={}, plan=plan)
+def _as_learnt(engine: Engine) -> Machine:
+    """The engine to simulate: its cache, and what it has learnt that steps cost."""
+    space = engine.cache_space
+    return Machine(
+        settings=EngineSettings(cache_bytes=1, max_sequences=MAX_SEQUENCES, prefix_cache=False),
+        num_blocks=space.num_blocks,
+        cost=engine.costs.cost,
+        layout=space.layout,
+    )
 
 
 def _decode(job: Job, parts: EngineParts, formats: Sequence[str], context: int) -> list[Decoding]:
@@ -223,7 +217,8 @@ def _decode(job: Job, parts: EngineParts, formats: Sequence[str], context: int) 
     The prompt is computed once in full precision and once with rotated keys, and then found in the cache. The
     first round meets what is slow once, and does not count.
     """
-    engine = _engine(parts, 4 * blocks_of(context + 2 * BOUNDARY_TOKENS), max_sequences=1, prefix_cache=True)
+    num_blocks = 4 * blocks_of(context + 2 * BOUNDARY_TOKENS)
+    engine = _engine(parts, num_blocks, max_sequences=1, prefix_cache=True)
     rounds = [[_decode_once(engine, parts, name, context) for name in formats] for _ in range(job.rounds + 1)]
     by_format = zip(formats, zip(*rounds[1:], strict=True), strict=True)
     return [
@@ -238,7 +233,7 @@ def _decode_once(engine: Engine, parts: EngineParts, cache_format: str, context:
     counters = engine.counters
     begin = counters.num_output_tokens + 2
     while counters.num_output_tokens < begin:
-        _step(engine)
+        step(engine)
     begun_s = time.perf_counter()
     _run(engine)
     return BOUNDARY_TOKENS / (time.perf_counter() - begun_s)
@@ -254,36 +249,20 @@ def _engine(parts: EngineParts, num_blocks: int, *, max_sequences: int, prefix_c
 def _add(
     engine: Engine, parts: EngineParts, key: int, num_prompt: int, num_output: int, cache_format: str
 ) -> None:
-    vocab_size = parts.loaded.config.vocab_size
-    prompt = tuple(random.Random(key).choices(range(vocab_size), k=num_prompt))
+    token_ids = range(parts.loaded.config.vocab_size)
     message = GenerateRequest(
         request_id=str(key),
         model="",
-        prompt=TokenPrompt(prompt),
+        prompt=TokenPrompt(tuple(random.Random(key).choices(token_ids, k=num_prompt))),
         params=SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True),
         plan=ServingPlan(name=cache_format, cache=CachePlan(format=cache_format)),
     )
-    request = admit(
-        message,
-        prompt,
-        key=key,
-        max_model_len=engine.max_model_len,
-        vocab_size=vocab_size,
-        now_s=time.perf_counter(),
-        space=engine.cache_space,
-    )
-    engine.add(request)
+    add_request(engine, parts, message, key=key)
 
 
 def _run(engine: Engine) -> None:
     while engine.has_work:
-        _step(engine)
-
-
-def _step(engine: Engine) -> None:
-    for output in engine.step():
-        if isinstance(output.event, BackendError):
-            raise SystemExit(f"a request failed: {output.event}")
+        step(engine)
 
 
 if __name__ == "__main__":

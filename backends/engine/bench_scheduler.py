@@ -22,23 +22,21 @@ import msgspec
 from cyclopts import App, Parameter
 from msgspec import Struct
 
-from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .admission import admit
 from .backend import PUBLISH_EVERY_S, EngineParts
+from .bench_engine import add_request, load_bench_parts, make_bench_engine, say
 from .cache_use import formats_of, totals_of
 from .cost_model import CostModel
 from .device_runner import bytes_of_block
-from .engine import Engine, EngineCounters
+from .engine import Engine
 from .first_come import FirstComeScheduler
 from .prefix_cache import PrefixCache
 from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler, ScheduledChunk, Scheduler
 from .scheduler_load import UnitCost, load_of, view_of
 from .settings import EngineSettings
-from .start import EngineOptions, load_parts
 
 SHARE_BAR = 0.03
 NUM_PROMPT_TOKENS = 128
@@ -106,13 +104,7 @@ DEFAULT_JOB = Job()
 
 def main(*, job: Job = DEFAULT_JOB) -> int:
     """Print what deciding a step takes, and its share of the step."""
-    options = EngineOptions(
-        model=locate_model(job.model),
-        model_id=default_model_id(job.model),
-        cache_dir=job.cache_dir.expanduser(),
-        threads=job.threads,
-    )
-    results = measure(job, load_parts(options, _say))
+    results = measure(job, load_bench_parts(job.model, job.cache_dir, job.threads))
     sys.stdout.write(text_of(results))
     if job.output is not None:
         job.output.write_bytes(msgspec.json.encode(results) + b"\n")
@@ -123,7 +115,7 @@ def measure(job: Job, parts: EngineParts) -> list[Measured]:
     """Each scheduler on an engine of its own."""
     results: list[Measured] = []
     for case in CASES:
-        _say(f"{case.name} ...")
+        say(f"{case.name} ...")
         step_s = median(results[-1].step_s) if results else 0.0
         results.append(_measure(job, parts, case, step_s))
     return results
@@ -151,10 +143,10 @@ def _measure(job: Job, parts: EngineParts, case: Case, step_s: float) -> Measure
     engine = _engine(job, parts, timed(case.make, taken_s))
     target_s = None if case.target_steps is None else case.target_steps * step_s
     for key in range(job.running):
-        _add(job, engine, key, target_s)
+        _add(job, parts, engine, key, target_s)
     _start_all(engine, job.running)
     for key in range(job.running, job.running + job.waiting):
-        _add(job, engine, key, None)
+        _add(job, parts, engine, key, None)
     taken_s.clear()
     steps_s = [_seconds(engine.step) for _ in range(job.steps)]
     return Measured(
@@ -205,40 +197,19 @@ def _engine(job: Job, parts: EngineParts, make: MakeScheduler) -> Engine:
         max_batched_tokens=max(512, job.running),
         headroom=0.0,
     )
-    engine = Engine(
-        parts.loaded,
-        parts.ops,
-        settings,
-        cache_dtype=parts.cache_dtype,
-        counters=EngineCounters(),
-        clock=time.monotonic,
-        make_scheduler=make,
-    )
-    engine.warm_up()
-    return engine
+    return make_bench_engine(parts, settings, make)
 
 
-def _add(job: Job, engine: Engine, key: int, target_s: float | None) -> None:
-    prompt = tuple(Random(key).choices(TOKEN_IDS, k=NUM_PROMPT_TOKENS))
+def _add(job: Job, parts: EngineParts, engine: Engine, key: int, target_s: float | None) -> None:
     message = GenerateRequest(
         request_id=str(key),
         model="bench",
-        prompt=TokenPrompt(prompt),
+        prompt=TokenPrompt(tuple(Random(key).choices(TOKEN_IDS, k=NUM_PROMPT_TOKENS))),
         params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=job.steps + MORE_TOKENS),
         tpot_target_s=target_s,
         flow=str(key % NUM_FLOWS),
     )
-    engine.add(
-        admit(
-            message,
-            prompt,
-            key=key,
-            max_model_len=engine.max_model_len,
-            vocab_size=max(TOKEN_IDS) + 1,
-            now_s=time.monotonic(),
-            space=engine.cache_space,
-        )
-    )
+    add_request(engine, parts, message, key=key)
 
 
 def _publish(engine: Engine, job: Job) -> None:
@@ -254,10 +225,6 @@ def _seconds(work: Callable[[], object]) -> float:
     begun_s = time.perf_counter()
     work()
     return time.perf_counter() - begun_s
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 from surefoot.kernels.layout import BLOCK_TOKENS
 
@@ -41,13 +42,28 @@ class BlockDemand:
     def _peak(self, sequences: Iterable[Sequence]) -> float:
         """Blocks at the moment at which most are wanted. The last block of each list counts as half full."""
         sequences, remaining = list(sequences), self._lengths.remaining
-        to_come = sorted(((remaining(seq), *_blocks_of(seq)) for seq in sequences), reverse=True)
+        to_come = sorted(((remaining(seq), seq) for seq in sequences), key=itemgetter(0), reverse=True)
+        counted: set[int] = set()
         peak = num_held = growth = 0.0
-        for num_more, num_blocks, blocks_per_token in to_come:
-            num_held += num_blocks
+        for num_more, sequence in to_come:
+            num_blocks, blocks_per_token = _blocks_of(sequence)
+            num_held += num_blocks - self._num_shared(sequence, counted)
             growth += blocks_per_token
             peak = max(peak, num_held + growth * num_more)
         return peak + _most_after_boundaries(sequences) / BLOCK_TOKENS
+
+    def _num_shared(self, sequence: Sequence, counted: set[int]) -> int:
+        """Blocks that it shares with one that was counted before, which will end no sooner. `counted` are the
+        last of the blocks that those found in the cache: who has the same one has all before it too.
+
+        In full precision alone: who demotes gives them back.
+        """
+        if sequence.cache_rule is not None or not (found := self._blocks.found(sequence)):
+            return 0
+        if found[-1] in counted:
+            return len(found)
+        counted.add(found[-1])
+        return 0
 
 
 def _more_at_first(sequence: Sequence) -> int:

@@ -15,7 +15,7 @@ from struct import Struct as Packing
 from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .block_pool import BlockPool
-from .sequence import Request, Sequence
+from .sequence import Request, Sequence, SequenceStatus
 
 KEY_BYTES = 16
 
@@ -54,12 +54,18 @@ class PrefixCache:
         in_use = sum(self.pool.ref_count(block) > 0 for block in self._find(sequence))
         return sequence.peak_blocks - in_use
 
+    def found(self, sequence: Sequence) -> list[int]:
+        """The blocks in the cache that a running sequence began with, or that one would begin with now."""
+        if sequence.status is SequenceStatus.RUNNING:
+            return sequence.block_table[: sequence.num_found]
+        return self._find(sequence)
+
     def attach(self, sequence: Sequence) -> None:
         """Give a sequence that starts, with nothing committed, the cached blocks that it begins with."""
         blocks = self._find(sequence)
         self.pool.share(blocks)
         sequence.block_table = blocks
-        sequence.num_published = len(blocks)
+        sequence.num_published = sequence.num_found = len(blocks)
         sequence.num_committed = len(blocks) * BLOCK_TOKENS
         if sequence.request.first_step_s is None:
             sequence.request.num_cached_tokens = sequence.num_committed
@@ -98,7 +104,7 @@ class PrefixCache:
             if index < num_full:
                 self.pool.touch(sequence.block_keys[index])
             self.pool.free([sequence.block_table[index]])
-        sequence.block_table = []
+        sequence.block_table, sequence.num_found = [], 0
 
     def distrust(self, request: Request) -> None:
         """Its numbers went wrong, perhaps by a block that others share: let no block be found again."""

@@ -86,6 +86,8 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_committed = 0
         self.block_table: list[int] = []
+        self.num_found = 0
+        """Blocks at the beginning of `block_table` that were in the cache when it started."""
         self.num_low = 0
         self.low_table: list[int] = []
         self.high_table: list[int] = []

@@ -10,10 +10,10 @@ from surefoot.backends.engine.cost_model import CostModel, StepCost, StepShape
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import PrefixCache
 from surefoot.backends.engine.promise_scheduler import PromiseScheduler
-from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk
-from surefoot.backends.engine.sequence import Request, Sequence
+from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk, Scheduler
+from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
-from surefoot.backends.engine.simulator import VirtualClock
+from surefoot.backends.engine.simulator import NoText, VirtualClock
 from surefoot.backends.types import GenerateRequest, TokenPrompt
 
 SCHEDULERS: tuple[MakeScheduler, ...] = (FirstComeScheduler, PromiseScheduler)
@@ -22,14 +22,46 @@ COST = StepCost(fixed_s=0.01, row_s=0.001, further_row_s=0.001, sequence_s=0.0, 
 """10 ms a step and 1 ms a row, so that expectations can be computed in the head."""
 
 
-class NoText:
-    """A detokeniser for tests that look at token counts alone."""
+def add_choice(request: Request) -> Sequence:
+    """One choice more, of which tests look at token counts alone."""
+    choice = len(request.sequences)
+    sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
+    request.sequences.append(sequence)
+    return sequence
 
-    def push(self, token_id: int) -> str:
-        return ""
 
-    def flush(self) -> str:
-        return ""
+def enter(request: Request, cache: PrefixCache, scheduler: Scheduler) -> None:
+    """Queue a request's choices as the engine does: those that share its prompt are held until it has run."""
+    cache.enter(request)
+    for _ in range(request.message.params.n):
+        sequence = add_choice(request)
+        if sequence.choice and request.shares_prompt:
+            sequence.status = SequenceStatus.HELD
+        else:
+            scheduler.add(sequence)
+
+
+def queue_held(request: Request, scheduler: Scheduler) -> None:
+    """Some choice has run the prompt."""
+    request.has_run_prompt = True
+    for sequence in request.sequences:
+        if sequence.status is SequenceStatus.HELD:
+            sequence.status = SequenceStatus.WAITING
+            scheduler.add(sequence)
+
+
+def abort(request: Request, scheduler: Scheduler) -> None:
+    """End all choices, those that are held too."""
+    for sequence in request.sequences:
+        if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
+            scheduler.finish(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+
+def preempt(sequence: Sequence, scheduler: FirstComeScheduler) -> None:
+    """As the scheduler does when blocks run out."""
+    scheduler._preempt(sequence)
+    scheduler.waiting.appendleft(sequence)
 
 
 class Driver:
@@ -56,8 +88,7 @@ class Driver:
             seed=0,
             arrived_s=self.clock.now_s,
         )
-        sequence = Sequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
-        request.sequences.append(sequence)
+        sequence = add_choice(request)
         self.scheduler.add(sequence)
         return sequence
 

@@ -13,12 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.backends.engine.block_pool import BlockPool
-from surefoot.backends.engine.cache_rule import MIXED_NAME, PLAN_FORMATS, CacheRule, CacheSpace
-from surefoot.backends.engine.choice_stream import ChoiceStream
+from surefoot.backends.engine.cache_rule import (
+    BOUNDARY_TOKENS,
+    FULL_NAME,
+    MIXED_NAME,
+    PLAN_FORMATS,
+    CacheRule,
+    CacheSpace,
+)
 from surefoot.backends.engine.cost_model import CostModel
 from surefoot.backends.engine.demotion import Move, Places
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import PrefixCache
+from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk
 from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
@@ -26,7 +33,7 @@ from surefoot.backends.engine.simulator import VirtualClock
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, FULL, BlockLayout, CacheFormat
 
-from .schedules import SCHEDULERS, NoText
+from .schedules import SCHEDULERS, abort, enter, preempt, queue_held
 
 LAYOUT = BlockLayout(num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 PLANS = tuple(
@@ -79,15 +86,8 @@ class World:
             message, tuple(prompt), key=len(self.requests), max_tokens=max_tokens, seed=0, arrived_s=0.0
         )
         request.cache_rule = self.space.rule(plan, len(prompt))
-        self.cache.enter(request)
         self.requests.append(request)
-        for choice in range(n):
-            sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
-            request.sequences.append(sequence)
-            if choice and request.shares_prompt:
-                sequence.status = SequenceStatus.HELD
-            else:
-                self.scheduler.add(sequence)
+        enter(request, self.cache, self.scheduler)
 
     def step(self) -> int:
         """One step; returns how many tokens ran."""
@@ -104,23 +104,6 @@ class World:
         self.pool.check_integrity()
         self._check_holders()
         return sum(chunk.num_tokens for chunk in chunks)
-
-    def finish(self, sequence: Sequence) -> None:
-        """It ended, or its client is gone."""
-        self.scheduler.finish(sequence)
-
-    def abort(self, request: Request) -> None:
-        """All its choices, those that are held too."""
-        for sequence in request.sequences:
-            if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
-                self.finish(sequence)
-            sequence.status = SequenceStatus.FINISHED
-
-    def preempt(self, sequence: Sequence) -> None:
-        """As the naive scheduler does when blocks run out."""
-        assert isinstance(self.scheduler, FirstComeScheduler)
-        self.scheduler._preempt(sequence)
-        self.scheduler.waiting.appendleft(sequence)
 
     def _move(self, move: Move) -> None:
         read = [self.slots[place] for place in _places(move.source)]
@@ -177,14 +160,11 @@ class World:
         sequence.num_committed += chunk.num_tokens
         self.cache.publish(sequence)
         if sequence.num_committed >= sequence.num_prompt_tokens:
-            for other in sequence.request.sequences:
-                if other.status is SequenceStatus.HELD:
-                    other.status = SequenceStatus.WAITING
-                    self.scheduler.add(other)
+            queue_held(sequence.request, self.scheduler)
         if samples:
             sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice)
             if sequence.num_output_tokens >= sequence.request.max_tokens:
-                self.finish(sequence)
+                self.scheduler.finish(sequence)
 
     def _check_holders(self) -> None:
         held = sorted(
@@ -253,9 +233,9 @@ def test_no_storm_loses_a_token_or_a_block(
             case 0:
                 arrive()
             case 1 if running:
-                world.abort(data.draw(st.sampled_from(running)).request)
+                abort(data.draw(st.sampled_from(running)).request, world.scheduler)
             case 2 if running and isinstance(world.scheduler, FirstComeScheduler):
-                world.preempt(data.draw(st.sampled_from(running)))
+                preempt(data.draw(st.sampled_from(running)), world.scheduler)
             case 3 if running:
                 _demote_one(world, data.draw(st.sampled_from(running)))
     while world.scheduler.has_work:
@@ -277,6 +257,56 @@ def _demote_one(world: World, sequence: Sequence) -> None:
         world._move(move)
 
 
+PRESSED = CachePlan(format="k4v4", sinks=2, recent=5, demote="pressure")
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+@pytest.mark.parametrize("priority", [0, 1, 2])
+def test_nobody_is_demoted_for_a_lower_priority(make: MakeScheduler, priority: int) -> None:
+    """One that waits for blocks has those demoted that are of its own priority or below, and no others."""
+    world = World(make, num_blocks=32, max_batched_tokens=512)
+    world.add([1] * 240, PRESSED, n=1, max_tokens=9, priority=1)
+    world.step()
+    (sequence,) = world.scheduler.running
+    world.add([2] * 300, CachePlan(), n=1, max_tokens=9, priority=priority)
+    assert sequence.num_demoted == 0
+    world.step()
+    assert (sequence.num_demoted > 0) == (priority >= 1)
+
+
+def test_a_start_leaves_room_for_the_first_demotions_to_come() -> None:
+    """One that still reads its prompt holds few blocks, and will want many before it demotes: until then none
+    starts that would take them, and nobody is preempted.
+    """
+    world, plan = World(PromiseScheduler, num_blocks=60), CachePlan(format="k4v4", sinks=2, recent=5)
+    for number, length in enumerate((480, 300)):
+        world.add([number] * length, plan, n=1, max_tokens=200, priority=0)
+    first, second = (request.sequences[0] for request in world.requests)
+    while second.status is SequenceStatus.WAITING:
+        assert world.step()
+    assert first.num_demoted > 0
+    while world.scheduler.has_work:
+        assert world.step()
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
+def test_who_is_preempted_under_pressure_starts_again_with_boundaries() -> None:
+    """What it held cannot be had again; with boundaries it is known to fit, and the answer says so."""
+    world = World(FirstComeScheduler, num_blocks=24)
+    world.add([1] * 60, PRESSED, n=1, max_tokens=9, priority=0)
+    world.step()
+    (sequence,) = world.scheduler.running
+    assert isinstance(world.scheduler, FirstComeScheduler)
+    preempt(sequence, world.scheduler)
+    assert not sequence.is_under_pressure
+    while world.scheduler.has_work:
+        world.step()
+    usage = sequence.request.cache_usage
+    assert usage is not None
+    assert not usage.reproducible
+    assert sequence.num_preemptions == 1
+
+
 def rule_of(name: str, num_prompt: int, num_blocks: int = 1000) -> CacheRule:
     """What a format means for a prompt, with the usual protection."""
     rule = space_of(num_blocks).rule(CachePlan(format=name), num_prompt)
@@ -291,6 +321,22 @@ def test_of_a_mixed_plans_tokens_the_latest_quarter_has_more_bits() -> None:
     assert all(abs(split.high - 0.25 * number) <= 0.5 for number, split in enumerate(splits))
     assert all(split.total == number for number, split in enumerate(splits))
     assert all(0 <= after.high - before.high <= 1 for before, after in pairwise(splits))
+
+
+@given(
+    name=st.sampled_from([name for name in PLAN_FORMATS if name != FULL_NAME]),
+    num_prompt=st.integers(1, 5000),
+    length=st.integers(1, 200_000),
+)
+def test_what_is_held_grows_with_tokens_and_no_faster(name: str, num_prompt: int, length: int) -> None:
+    """A token more takes its format's share of a block, at whatever length; beside that there is no more than
+    is protected or waits for the next boundary, and a block of each list that is not full.
+    """
+    rule, length = rule_of(name, num_prompt, num_blocks=100_000), num_prompt + length
+    num_demoted = rule.num_demoted(length)
+    num_held = -(-(length - num_demoted) // BLOCK_TOKENS) + rule.demoted_blocks(num_demoted).total
+    beside = num_held - length * rule.blocks_per_token
+    assert 0 <= beside <= (rule.sinks + rule.recent + BOUNDARY_TOKENS) / BLOCK_TOKENS + 3
 
 
 @pytest.mark.parametrize(("name", "times"), [("k8v8", 1.8), ("k8v4", 2.3), (MIXED_NAME, 2.8), ("k4v4", 3.2)])

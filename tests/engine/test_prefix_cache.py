@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.backends.engine.block_pool import BlockPool
-from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.cost_model import CostModel
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import PrefixCache
@@ -17,7 +16,7 @@ from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .schedules import NoText
+from .schedules import abort, enter, preempt, queue_held
 
 Content = tuple[object, tuple[int, ...]]
 """Whose tokens, and all of them from the first to the block's newest: what K and V depend on."""
@@ -59,20 +58,8 @@ class World:
         key = len(self.requests)
         request = Request(message, prompt.token_ids, key=key, max_tokens=max_tokens, seed=0, arrived_s=0.0)
         self.requests.append(request)
-        self.cache.enter(request)
-        for choice in range(n):
-            sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
-            request.sequences.append(sequence)
-            if choice and request.shares_prompt:
-                sequence.status = SequenceStatus.HELD
-            else:
-                self.scheduler.add(sequence)
+        enter(request, self.cache, self.scheduler)
         return request
-
-    def preempt(self, sequence: Sequence) -> None:
-        """As the scheduler does when blocks run out."""
-        self.scheduler._preempt(sequence)
-        self.scheduler.waiting.appendleft(sequence)
 
     def step(self) -> dict[tuple[int, int], int]:
         """One step; returns the tokens that ran, by request and choice."""
@@ -85,7 +72,7 @@ class World:
             sequence.num_committed += chunk.num_tokens
             self.cache.publish(sequence)
             if sequence.num_committed >= sequence.num_prompt_tokens:
-                self._queue_choices(sequence.request)
+                queue_held(sequence.request, self.scheduler)
             if samples:
                 sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice % 2)
                 if sequence.num_output_tokens >= sequence.request.max_tokens:
@@ -100,13 +87,6 @@ class World:
         assert self.pool.num_used == 0
         statuses = {sequence.status for request in self.requests for sequence in request.sequences}
         assert statuses == {SequenceStatus.FINISHED}
-
-    def _queue_choices(self, request: Request) -> None:
-        request.has_run_prompt = True
-        for sequence in request.sequences:
-            if sequence.status is SequenceStatus.HELD:
-                sequence.status = SequenceStatus.WAITING
-                self.scheduler.add(sequence)
 
     def _run(self, sequence: Sequence, num_tokens: int) -> None:
         """Read what is committed, write what is new."""
@@ -241,7 +221,7 @@ def test_choices_go_on_when_the_first_is_preempted() -> None:
     request = world.add(TOKENS[:80], n=3)
     later = world.add(TOKENS[500:516])
     assert world.step() == {(0, 0): 32}
-    world.preempt(request.sequences[0])
+    preempt(request.sequences[0], world.scheduler)
     assert world.step() == {(0, 0): 32}, "the two blocks that it had were found again"
     assert [seq.status for seq in request.sequences[1:]] == [SequenceStatus.HELD] * 2
     assert world.step() == {(0, 0): 16, (later.key, 0): 16}
@@ -257,7 +237,7 @@ def test_a_preempted_sequence_finds_what_it_had() -> None:
     request = world.add(TOKENS[:40], max_tokens=60)
     for _ in range(31):
         world.step()
-    world.preempt(request.sequences[0])
+    preempt(request.sequences[0], world.scheduler)
     assert (world.pool.num_used, world.pool.num_cached) == (0, 4)
     assert world.step() == {(0, 0): 71 - 64}
     assert request.num_cached_tokens == 0, "what it left itself was no help from others"
@@ -348,15 +328,12 @@ def test_no_storm_leaks_or_mixes_blocks(
             case 1 if sequences := [seq for seq in alive() if seq.request.has_run_prompt]:
                 world.scheduler.finish(data.draw(st.sampled_from(sequences)))
             case 2 if world.scheduler.running:
-                world.preempt(data.draw(st.sampled_from(world.scheduler.running)))
+                preempt(data.draw(st.sampled_from(world.scheduler.running)), world.scheduler)
             case 3 if sequences := list(alive()):
                 request = data.draw(st.sampled_from(sequences)).request
                 if data.draw(st.booleans()):
                     world.cache.distrust(request)
-                for sequence in request.sequences:
-                    if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
-                        world.scheduler.finish(sequence)
-                    sequence.status = SequenceStatus.FINISHED
+                abort(request, world.scheduler)
         world.pool.check_integrity()
     world.finish_all()
     assert all(world.pool.ref_count(block) == 0 for block in range(num_blocks))

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from surefoot.backends.engine.bench_classes import PROMISES
 from surefoot.backends.engine.cost_model import StepCost
@@ -245,6 +246,23 @@ def test_fewer_bits_hold_and_serve_more(machine: Machine) -> None:
     assert resident[-1] == 40
     assert sum(outcome.num_preemptions for outcome in results[-1].outcomes) == 0
     assert all(outcome.timings is not None for each in results for outcome in each.outcomes)
+
+
+def test_who_shares_a_prompt_starts_beside_the_others() -> None:
+    """Blocks that many hold count once where it is decided who starts: all that share a long prompt run at
+    once in a cache that a few of them would fill without, and of a smaller one as many as it holds.
+    """
+    machine = Machine(settings=MACHINE.settings, num_blocks=300, cost=COST)
+    prompt = TraceRequest(arrival_s=0.0, prompt_tokens=1601, output_tokens=48, prompt_group=1)
+    trace = [prompt, *[replace(prompt, arrival_s=10.0)] * 30]
+    shared = simulate(trace, machine, promises={})
+    apart = simulate([replace(each, prompt_group=None) for each in trace], machine, promises={})
+    tight = simulate(trace, replace(machine, num_blocks=160), promises={})
+    assert (shared.max_resident, apart.max_resident) == (30, 2)
+    assert 12 <= tight.max_resident <= 18
+    for result in (shared, apart, tight):
+        assert all(outcome.timings is not None for outcome in result.outcomes)
+        assert sum(outcome.num_preemptions for outcome in result.outcomes) == 0
 
 
 def test_pressure_demotes_only_when_blocks_run_out() -> None:

@@ -46,12 +46,13 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def http(backend: FakeBackend) -> Iterator[TestClient]:
-    """A client of tenants: two whose requests may choose, one whose may not, one under pressure, one that
+    """A client of tenants: three whose requests may choose, one whose may not, one under pressure, one that
     repeats, and one with a limit on loss.
     """
     free = CacheBounds(format="k8v4", max_context=100, per_request=True)
     firm = CacheBounds(format="k8v4", protect=Protection(recent=128))
     tight = CacheBounds(format="k4v4", demote="pressure")
+    loose = CacheBounds(format="k4v4", demote="pressure", per_request=True)
     both = CacheBounds(format="mixed", per_request=True)
     limited = CacheBounds(format="k4v4", max_loss=0.003)
     batch = TenantClasses(default="batch")
@@ -64,6 +65,7 @@ def http(backend: FakeBackend) -> Iterator[TestClient]:
             Tenant(id="firm", key_hashes=hashes("firm"), policy="fixed", cache=firm),
             Tenant(id="both", key_hashes=hashes("both"), policy="fixed", cache=both),
             Tenant(id="tight", key_hashes=hashes("tight"), policy="fixed", cache=tight),
+            Tenant(id="loose", key_hashes=hashes("loose"), policy="fixed", cache=loose),
             Tenant(id="same", key_hashes=hashes("same"), policy="fixed", cache=tight, reproducible=True),
         ]
     )
@@ -90,9 +92,22 @@ def ask(http: TestClient, tenant: str = "free", path: str = CHAT, **fields: Any)
         ("free", {"cache": {"format": "k8v8"}}, "k8v8", CachePlan(format="k8v8", max_context=100)),
         ("free", {"cache": {"format": "k16v16"}}, "baseline", CachePlan(max_context=100)),
         ("free", {"cache": {"max_context": 50}}, "k8v4", CachePlan(format="k8v4", max_context=50)),
+        (
+            "free",
+            {"cache": {"protect": {"sinks": 4, "recent": 256}, "demote": "eager"}},
+            "k8v4-recent256",
+            CachePlan(format="k8v4", recent=256, max_context=100),
+        ),
         ("firm", {"cache": None}, "k8v4-recent128", CachePlan(format="k8v4", recent=128)),
         ("tight", {}, "k4v4-pressure", CachePlan(format="k4v4", demote="pressure")),
         ("tight", {"seed": 0}, "k4v4", CachePlan(format="k4v4")),
+        (
+            "loose",
+            {"cache": {"demote": "pressure"}},
+            "k4v4-pressure",
+            CachePlan(format="k4v4", demote="pressure"),
+        ),
+        ("loose", {"cache": {"demote": "eager"}}, "k4v4", CachePlan(format="k4v4")),
         ("both", {}, "mixed", CachePlan(format="mixed")),
         ("both", {"cache": {"format": "k8v4"}}, "k8v4", CachePlan(format="k8v4")),
         ("same", {}, "k4v4", CachePlan(format="k4v4")),
@@ -135,13 +150,19 @@ def test_a_limit_on_loss_is_kept_by_what_was_chosen(http: TestClient) -> None:
         ({"format": 8}, "cache.format", ("expected `str",)),
         ({"max_context": 101}, "cache.max_context", ("101", "more than your limit of 100")),
         ({"max_context": 0}, "cache.max_context", ("between 1 and", "it is 0")),
-        ({"demote": "eager"}, "cache.demote", ("Unknown parameter",)),
+        ({"protect": {"recent": 63}}, "cache.protect.recent", ("63", "less than your limit of 64")),
+        ({"protect": {"sinks": -1}}, "cache.protect.sinks", ("between 0 and", "it is -1")),
+        ({"protect": {"important": 1}}, "cache.protect.important", ("Unknown parameter",)),
+        ({"demote": "pressure"}, "cache.demote", ("'pressure'", "demoted at once")),
+        ({"demote": "never"}, "cache.demote", ("'never'", "one of eager, pressure")),
     ],
 )
 def test_wrong_wishes_are_named(
     http: TestClient, backend: FakeBackend, wish: dict[str, Any], param: str, words: tuple[str, ...]
 ) -> None:
-    """Fewer bits or a longer context than the file allows is refused with the limit, and so is nonsense."""
+    """Fewer bits, less protection, demotion by pressure or a longer context than the file allows is refused
+    with the limit, and so is nonsense.
+    """
     answer = ask(http, cache=wish)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")

@@ -175,6 +175,26 @@ def test_a_request_only_adds_bits(wish: str | None, name: str) -> None:
     assert both.reason.endswith("the request wants k8v8 at least and drafts of 1 at most, so k8v8+draft1")
 
 
+def test_a_request_only_adds_protection() -> None:
+    """What it wants protected is a bound like the file's; it can leave the demotion by pressure that the file
+    allows, and have none that it does not allow.
+    """
+    bounds = replace(PRESSURE, cache=CacheBounds(format="k4v4", protect=KEPT, demote="pressure"))
+    seen = replace(SEEN, bounds=bounds, max_draft=0)
+    for wish, name in (
+        (Protection(), "sinks8-recent256"),
+        (Protection(sinks=0, recent=512), "sinks8-recent512"),
+        (Protection(sinks=9, recent=1), "sinks9-recent256"),
+    ):
+        decision = Clamp(FixedPolicy()).decide(replace(seen, protect=wish))
+        assert decision.plan.name == f"k4v4-{name}-pressure"
+    decision = Clamp(FixedPolicy()).decide(replace(seen, demotes_at_once=True))
+    assert decision.plan.name == "k4v4-sinks8-recent256"
+    assert "the request wants k4v4-sinks8-recent256 at least" in decision.reason
+    everything = replace(seen, protect=Protection(recent=999), demotes_at_once=True, bounds=PlanBounds())
+    assert Clamp(FixedPolicy()).decide(everything) == FixedPolicy().decide(everything)
+
+
 MUST_REPEAT = pytest.mark.parametrize(
     ("has_seed", "why"),
     [(True, "the request has a seed"), (False, "the tenant's file says reproducible")],

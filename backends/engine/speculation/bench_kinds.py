@@ -27,9 +27,10 @@ from msgspec import Struct
 from surefoot.backends.types import SamplingParams
 
 from ..backend import EngineParts
+from ..bench_engine import MIB, load_bench_parts, make_bench_engine, say
 from ..engine import Engine
 from ..settings import EngineSettings
-from .bench_engine import MIB, load_bench_parts, make_bench_engine, run_group, say
+from .bench_group import run_group
 from .bench_prompts import LONG_EDIT, BenchPrompt, long_edits, plan_of, prompts
 
 NEVER_SLOWER, NEVER_SLOWER_LOW = 0.98, 0.95

@@ -19,8 +19,8 @@ import msgspec
 from cyclopts import App, Parameter
 from msgspec import Struct
 
+from ..bench_engine import load_bench_parts, say
 from ..cost_model import CostModel, StepCost, StepSample, StepShape, fit
-from .bench_engine import load_bench_parts, say
 from .bench_plot import Panel, plot
 from .bench_swing import PHASE_S, Swing, swing
 from .bench_table import LENGTHS, StepTable, load_table, measure_table

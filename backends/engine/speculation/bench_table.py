@@ -12,11 +12,11 @@ from msgspec import Struct
 from surefoot.backends.types import GenerateRequest, SamplingParams, ServingPlan, SpeculationPlan, TokenPrompt
 
 from ..backend import EngineParts
+from ..bench_engine import MIB, make_bench_engine, say
 from ..cost_model import CostModel, StepCost
 from ..engine import Engine
 from ..sequence import Request
 from ..settings import EngineSettings
-from .bench_engine import MIB, make_bench_engine, say
 from .settings import SpeculationSettings
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -1,18 +1,14 @@
-"""A bare engine for the benchmarks of speculation: requests in, tokens and the time they took out."""
+"""Requests of the benchmarks of speculation: prompts in, tokens and the time they took out."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 from msgspec import Struct
 
-from surefoot.backends.catalog import default_model_id, locate_model
-from surefoot.backends.errors import BackendError
 from surefoot.backends.types import (
     BASELINE_PLAN,
     Finished,
@@ -24,15 +20,11 @@ from surefoot.backends.types import (
     TokenPrompt,
 )
 
-from ..admission import admit
 from ..backend import EngineParts
-from ..engine import Engine, EngineCounters
+from ..bench_engine import add_request, step
+from ..engine import Engine
 from ..sequence import Request
-from ..settings import EngineSettings
-from ..start import EngineOptions, load_parts
 from .bench_prompts import BenchPrompt
-
-MIB = 1024**2
 
 _keys = itertools.count()
 
@@ -50,33 +42,6 @@ class GroupRun(Struct, frozen=True, kw_only=True):
     def token_s(self) -> float:
         """Seconds per token of all of them together; with one at a time the TPOT."""
         return self.seconds / self.num_tokens
-
-
-def load_bench_parts(model: str, cache_dir: Path, threads: int | None) -> EngineParts:
-    """The model as `serve` has it."""
-    options = EngineOptions(
-        model=locate_model(model),
-        model_id=default_model_id(model),
-        cache_dir=cache_dir.expanduser(),
-        threads=threads,
-    )
-    return load_parts(options, say)
-
-
-def make_bench_engine(parts: EngineParts, settings: EngineSettings) -> Engine:
-    """An engine that has met every shape once and knows what steps cost."""
-    engine = Engine(
-        parts.loaded,
-        parts.ops,
-        settings,
-        cache_dtype=parts.cache_dtype,
-        counters=EngineCounters(),
-        clock=time.perf_counter,
-    )
-    # The first time may be slow for reasons of its own, and then it measures less.
-    for _ in range(2):
-        engine.warm_up()
-    return engine
 
 
 def run_group(
@@ -99,15 +64,11 @@ def run_group(
             requests.append(_add(engine, parts, *waiting.popleft(), kind, plan))
         is_timed = _all_decode(engine, at_once)
         begun_s, num_before = time.perf_counter(), _num_tokens(requests)
-        outputs = engine.step()
+        outputs = step(engine)
         if is_timed:
             seconds += time.perf_counter() - begun_s
             num_tokens += _num_tokens(requests) - num_before
-        for output in outputs:
-            if isinstance(output.event, BackendError):
-                raise SystemExit(f"a request of {kind} failed: {output.event}")
-            if isinstance(output.event, Finished):
-                finished.append(output.event)
+        finished += [each.event for each in outputs if isinstance(each.event, Finished)]
     if not num_tokens:
         raise SystemExit(f"{kind}: {at_once} requests never decoded at once")
     usages = [each.speculation or SpeculationUsage() for each in finished]
@@ -140,17 +101,8 @@ def _add(
         plan=BASELINE_PLAN if plan is None else ServingPlan(name="drafts", speculation=plan),
         kind=kind,
     )
-    request = admit(
-        message,
-        token_ids,
-        key=next(_keys),
-        max_model_len=engine.max_model_len,
-        vocab_size=parts.loaded.model.config.vocab_size,
-        now_s=time.perf_counter(),
-        prediction_token_ids=tuple(tokenizer.encode(prompt.prediction, add_special_tokens=False)),
-    )
-    engine.add(request)
-    return request
+    prediction = tuple(tokenizer.encode(prompt.prediction, add_special_tokens=False))
+    return add_request(engine, parts, message, key=next(_keys), prediction_token_ids=prediction)
 
 
 def _all_decode(engine: Engine, at_once: int) -> bool:
@@ -164,9 +116,3 @@ def _output(request: Request) -> tuple[int, ...]:
 
 def _num_tokens(requests: Sequence[Request]) -> int:
     return sum(request.sequences[0].num_output_tokens for request in requests)
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
