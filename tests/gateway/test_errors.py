@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -45,13 +46,15 @@ def deep_http() -> Iterator[TestClient]:
 
 
 MALFORMED = [
-    (b"", "line 1, column 1 (byte 0 of 0)"),
+    (b"", "The body is empty"),
+    (b" \n", "The body is empty"),
     (b"{", "line 1, column 2 (byte 1 of 1)"),
     (b'{"model": "fake",\n "messages": [,]}', "line 2, column 15 (byte 32 of 35)"),
     (b'{"model": "fake", "messages": []} x', "line 1, column 35 (byte 34 of 35)"),
     (b'{"temperature": NaN}', "line 1, column 17 (byte 16 of 20)"),
     (b'{"model":\n"\xff"}', "line 2, column 2 (byte 11 of 14)"),
-    (b'{"model": "\\ud800"}', "line 1, column"),
+    (b'{"model": "\\ud800"}', "half of a surrogate pair stands alone at line 1, column 12 (byte 11 of 19)"),
+    (b'{"model": "\\ud800", "messages": []}', "surrogate pair at line 1, column 18 (byte 17 of 35)"),
 ]
 
 
@@ -133,7 +136,12 @@ WRONG_SHAPES: list[tuple[Any, str, str | None, str]] = [
     (VALID | {"max_tokens": 1.5}, "invalid_type", "max_tokens", "got `float`"),
     (VALID | {"n": True}, "invalid_type", "n", "got `bool`"),
     (VALID | {"stream": "yes"}, "invalid_type", "stream", "got `str`"),
-    (VALID | {"logit_bias": {"1": "x"}}, "invalid_type", "logit_bias", "got `str`"),
+    (
+        VALID | {"logit_bias": {"1": "x"}},
+        "invalid_type",
+        "logit_bias",
+        "for a value of 'logit_bias': expected",
+    ),
     (VALID | {"stop": [1]}, "invalid_type", "stop[0]", "got `int`"),
     (VALID | {"metadata": {"a": 1}}, "invalid_type", "metadata", "got `int`"),
     (VALID | {"temprature": 1}, "unknown_parameter", "temprature", "Did you mean 'temperature'?"),
@@ -318,6 +326,16 @@ def test_not_ready(http: TestClient, backend: FakeBackend) -> None:
     assert (response.status_code, error["code"]) == (503, "not_ready")
     assert "the engine is being restarted" in error["message"]
     assert response.headers["retry-after"]
+
+
+def test_a_compressed_body_is_refused(http: TestClient) -> None:
+    """What is announced as compressed is refused by that name, and not as bad JSON."""
+    response = http.post(CHAT, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, "content-encoding")
+    assert "'gzip'" in error["message"]
+    plain = http.post(CHAT, content=json.dumps(VALID), headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 def test_an_announced_body_that_is_too_large(http: TestClient) -> None:
