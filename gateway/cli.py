@@ -230,7 +230,11 @@ class SimulateFlags:
     trace: Annotated[Path | None, Parameter(help="File of requests, a JSON object a line")] = None
     rate: Annotated[
         tuple[str, ...],
-        Parameter(negative="", show_default=False, help="Without a trace: requests a second of a class"),
+        Parameter(
+            negative="",
+            show_default=False,
+            help="Without a trace: requests a second of a class [interactive=1 batch=4]",
+        ),
     ] = ("interactive=1", "batch=4")
     duration: Annotated[float, Parameter(help="Without a trace: seconds in which requests arrive")] = 300.0
     prompt_tokens: Annotated[int, Parameter(help="Without a trace: mean length of prompts")] = 128

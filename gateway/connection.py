@@ -20,8 +20,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest(
-            f"The body's content-encoding is {shortened(encoding)!r}, and only bodies as they are can be read:"
-            " send it uncompressed.",
+            f"The body's content-encoding is {shortened(encoding)!r}, which is not supported: send the body"
+            " uncompressed.",
             "content-encoding",
         )
     announced = headers.get("content-length", "0")

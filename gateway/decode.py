@@ -19,8 +19,8 @@ _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
 _PATH = " - at `$"
 _ANY_VALUE = "[...]"
-# At the end of a body msgspec takes one for the end of the data. Programs leave one where they cut a text in the
-# middle of an emoji.
+# Programs leave one where they cut a text in the middle of an emoji. Near the end of a body msgspec takes it
+# for the end of the data.
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
 _HALF_PAIR_BYTES = 12
 _AT_BYTE = re.compile(r"(?P<what>.*) \(byte (?P<offset>\d+)\)")

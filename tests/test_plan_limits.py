@@ -70,12 +70,12 @@ def test_a_quantised_plan_goes_beyond_full_precision(http: TestClient) -> None:
 @pytest.mark.parametrize(
     ("tenant", "max_tokens", "fields", "words"),
     [
-        ("full", 300, {}, f"This model's maximum context length is {NUM_FULL} tokens."),
+        ("full", 300, {}, f"maximum context length is {NUM_FULL} tokens."),
         (
             "small",
             300,
             {"cache": {"format": "k16v16"}},
-            f"This model's maximum context length is {NUM_FULL} tokens.",
+            f"maximum context length is {NUM_FULL} tokens.",
         ),
         ("small", 313, {}, "This model's maximum context length is 512 tokens."),
         ("short", 51, {}, f"maximum context length is {NUM_PROMPT + 50} tokens by the request's plan."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -15,13 +16,18 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec import Struct
+from structlog.testing import capture_logs
 
 from surefoot.backends.catalog import packaged_models
+from surefoot.backends.fake import FakeBackend
+from surefoot.gateway.app import create_app
 from surefoot.gateway.cli import EXIT_USAGE, run
+from surefoot.gateway.server import serve
 from surefoot.gateway.settings import ServeSettings, default_text, describe, flag_name
 from surefoot.gateway.tenant_folder import TenantFolder
 from surefoot.gateway.tenants import Tenants, hash_key
 from surefoot.gateway.usage_store import UsageRow, UsageStore
+from surefoot.policies.baseline import BaselinePolicy
 
 
 class Outcome(Struct, frozen=True):
@@ -325,3 +331,13 @@ def test_simulate_refuses(cli: Cli, cost_file: str, arguments: tuple[str, ...], 
 def test_default_model_is_there() -> None:
     """The default of `--model` is one that the package list knows, and it is installed."""
     assert ServeSettings().model in packaged_models()
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    """Of two servers on one port the second ends with status 1, and the log has host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, capture_logs() as logs:
+        port = taken.getsockname()[1]
+        app = create_app([FakeBackend()], Tenants(), BaselinePolicy())
+        assert serve(app, "127.0.0.1", port, 0.0, lambda url: pytest.fail(f"served at {url}")) == 1
+    failed = {"event": "server.listen_failed", "log_level": "error", "host": "127.0.0.1", "port": port}
+    assert failed in logs

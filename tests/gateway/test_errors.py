@@ -140,7 +140,7 @@ WRONG_SHAPES: list[tuple[Any, str, str | None, str]] = [
         VALID | {"logit_bias": {"1": "x"}},
         "invalid_type",
         "logit_bias",
-        "for a value of 'logit_bias': expected",
+        "a value of 'logit_bias': expected",
     ),
     (VALID | {"stop": [1]}, "invalid_type", "stop[0]", "got `int`"),
     (VALID | {"metadata": {"a": 1}}, "invalid_type", "metadata", "got `int`"),
