@@ -296,6 +296,15 @@ def test_unknown_paths(http: TestClient, path: str) -> None:
     assert path in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions"])
+def test_a_wrong_base_url_is_noticed(http: TestClient, path: str) -> None:
+    """A client whose base_url lacks /v1, or has it twice, is told the right path; others get no such hint."""
+    assert (
+        f"Did you mean '{CHAT}'? A client's base_url ends with /v1." in error_of(http.post(path))["message"]
+    )
+    assert "Did you mean" not in error_of(http.post("/v1/embeddings"))["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", CHAT), ("DELETE", "/v1/models/fake"), ("POST", "/metrics")]
 )
