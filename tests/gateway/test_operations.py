@@ -104,8 +104,13 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
         "vllm:time_to_first_token_seconds",
         "vllm:request_time_per_output_token_seconds",
         "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
+        "vllm:request_decode_time_seconds",
     ):
         assert value(histogram + "_count", **model) == 2
+    for histogram, tokens in (("vllm:request_prompt_tokens", 9), ("vllm:request_generation_tokens", 11)):
+        assert value(histogram + "_count", **model) == 3
+        assert value(histogram + "_sum", **model) == tokens
     assert value("vllm:e2e_request_latency_seconds_count", **model) == 3
     assert value("vllm:inter_token_latency_seconds_count", **model) == 3 + 2 * 2
     for reason, count in (("stop", 1), ("length", 2), ("error", 1)):
