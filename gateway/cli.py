@@ -443,6 +443,8 @@ def _usage(
     if file is None:
         raise SettingsError(f"usage_db = 'none' ({effective.sources['usage_db']}): no usage is kept")
     first, last = (None if day is None else day.date().isoformat() for day in (since, until))
+    if first is not None and last is not None and first > last:
+        raise SettingsError(f"--since is {first}, which is after --until, {last}")
     try:
         rows = read_usage(file, UsageFilter(since=first, until=last))
     except UsageError as error:

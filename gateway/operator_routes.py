@@ -175,6 +175,8 @@ def _period(request: AnyRequest) -> tuple[str | None, str | None]:
             name = shortened(name)
             raise UnknownField(f"Unknown parameter: '{name}'.{did_you_mean(name, PERIOD)}", name)
     since, until = (_day(name, request.query_params.get(name)) for name in PERIOD)
+    if since is not None and until is not None and since > until:
+        raise InvalidValue(f"'since' is {since}, which is after 'until', {until}.", "since")
     return since, until
 
 

@@ -179,6 +179,7 @@ def test_usage(cli: Cli, tmp_path: Path) -> None:
         (("--usage-db", "/no/such.db"), "there is no usage file /no/such.db"),
         (("--usage-db", "none"), "usage_db = 'none' (--usage-db): no usage is kept"),
         (("--since", "soon"), "soon"),
+        (("--since", "2026-02-01", "--until", "2026-01-31"), "--since is 2026-02-01, which is after --until"),
     ],
 )
 def test_usage_that_is_not_there(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
@@ -341,3 +342,12 @@ def test_an_address_that_is_taken_is_named() -> None:
         assert serve(app, "127.0.0.1", port, 0.0, lambda url: pytest.fail(f"served at {url}")) == 1
     failed = {"event": "server.listen_failed", "log_level": "error", "host": "127.0.0.1", "port": port}
     assert failed in logs
+
+
+def test_a_report_that_could_not_be_written_is_not_measured(cli: Cli, tmp_path: Path) -> None:
+    """`quality` refuses a folder of no use at once, and not after the minutes of measuring."""
+    (tmp_path / "file").write_text("")
+    outcome = cli("quality", "--output", str(tmp_path / "file"))
+    assert (outcome.status, outcome.out) == (EXIT_USAGE, "")
+    assert f"the report cannot be written to {tmp_path}/file: File exists" in outcome.err
+    assert "Loading" not in outcome.err
