@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -24,6 +24,18 @@ _ANY_VALUE = "[...]"
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
 _HALF_PAIR_BYTES = 12
 _AT_BYTE = re.compile(r"(?P<what>.*) \(byte (?P<offset>\d+)\)")
+
+ELSEWHERE = {
+    "cache_salt": "prompt_cache_key",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "priority": "service_tier",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+"""Names that other servers, or the other endpoint, have for a field. Spelling alone would lead astray."""
 
 LONGEST_SLIP = 64
 """Longer names are no slips of the pen; to compare one of megabytes would take seconds."""
@@ -79,7 +91,7 @@ def _wrong_shape(problem: str, shape: type[msgspec.Struct]) -> Exception:
     if problem.startswith(_UNKNOWN):
         name = shortened(problem.removeprefix(_UNKNOWN).removesuffix("`"))
         # Only the top level's names are at hand; deeper objects have few fields.
-        hint = "" if path else did_you_mean(name, shape.__struct_fields__)
+        hint = "" if path else _hint(name, shape.__struct_fields__)
         param = _join(path, name)
         return UnknownField(f"Unknown parameter: '{param}'.{hint}", param)
     if problem.startswith(_MISSING):
@@ -91,6 +103,11 @@ def _wrong_shape(problem: str, shape: type[msgspec.Struct]) -> Exception:
     if not path:
         return InvalidType(f"Invalid body: {what}.")
     return InvalidType(f"Invalid type for {of_values}'{path}': {what}.", path)
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    meant = ELSEWHERE.get(name)
+    return f" Did you mean '{meant}'?" if meant in known else did_you_mean(name, known)
 
 
 def _join(path: str, name: str) -> str:

@@ -16,9 +16,9 @@ from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import BackendState, BackendStatus
 from surefoot.gateway import errors as gateway_errors
 from surefoot.gateway.app import create_app
-from surefoot.gateway.decode import decode
+from surefoot.gateway.decode import ELSEWHERE, decode
 from surefoot.gateway.errors import UnknownField
-from surefoot.gateway.schemas import ChatRequest
+from surefoot.gateway.schemas import ChatRequest, CompletionRequest
 from surefoot.gateway.tenants import Tenants
 from surefoot.policies.baseline import BaselinePolicy
 
@@ -145,6 +145,8 @@ WRONG_SHAPES: list[tuple[Any, str, str | None, str]] = [
     (VALID | {"stop": [1]}, "invalid_type", "stop[0]", "got `int`"),
     (VALID | {"metadata": {"a": 1}}, "invalid_type", "metadata", "got `int`"),
     (VALID | {"temprature": 1}, "unknown_parameter", "temprature", "Did you mean 'temperature'?"),
+    (VALID | {"n_predict": 1}, "unknown_parameter", "n_predict", "Did you mean 'max_tokens'?"),
+    (VALID | {"priority": 1}, "unknown_parameter", "priority", "Did you mean 'service_tier'?"),
     (VALID | {"zzz": 1}, "unknown_parameter", "zzz", "'zzz'."),
     (
         VALID | {"stream_options": {"usage": True}},
@@ -164,6 +166,13 @@ def test_wrong_shapes_are_named_by_path(
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (400, code, param)
     assert words in error["message"]
+
+
+def test_each_name_from_elsewhere_means_a_field() -> None:
+    """What another server calls a field leads to a field that both endpoints have."""
+    common = {*ChatRequest.__struct_fields__} & {*CompletionRequest.__struct_fields__}
+    assert set(ELSEWHERE.values()) <= common
+    assert not ELSEWHERE.keys() & common
 
 
 def test_a_number_too_large_to_hold_is_out_of_range(http: TestClient) -> None:
