@@ -20,7 +20,7 @@ from .errors import BadArgument, BenchError
 from .lengths import parse_length
 from .loop import run_async
 from .report import report
-from .results import load, store
+from .results import check_storable, load, store
 from .run import run_bench
 from .settings import BenchSettings, Endpoint
 from .view import ProgressView
@@ -158,6 +158,8 @@ def run_command(*, flags: Flags = Flags()) -> int:
     """Run one load, print its table; returns the exit status."""
     try:
         settings = flags.settings(os.environ.get(KEY_ENV))
+        if flags.output is not None:
+            check_storable(flags.output)
         result = run_async(run_bench(settings, ProgressView(sys.stderr, settings, flags.quiet)))
         sys.stdout.write(report(result))
         if flags.output is not None:

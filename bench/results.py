@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from .errors import BenchError
+from .errors import BadArgument, BenchError
 from .machine import Machine
 from .metrics import Summary
 from .prompts import Calibration
@@ -40,6 +41,12 @@ class BenchResult(Struct, frozen=True, kw_only=True):
     client: ClientCost
     summary: Summary
     records: list[RequestRecord]
+
+
+def check_storable(file: Path) -> None:
+    """Before the run: `BadArgument` if no result could be written to `file` after it."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise BadArgument(f"--output {file}: no file can be written there")
 
 
 def store(result: BenchResult, file: Path) -> None:

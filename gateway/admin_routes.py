@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import structlog
 from litestar import HttpMethod, Request, Router, delete, put, route
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from surefoot.backends.base import Backend
@@ -20,6 +20,7 @@ from surefoot.policies.wrappers import FORCIBLE
 from .connection import read_body
 from .decode import decode, did_you_mean
 from .errors import InvalidValue, UnknownTenant, shortened
+from .limits import Range, check_range
 from .overrides import Override, Overrides
 from .tenant_folder import FolderState, Loaded
 from .tenant_values import EffectiveValue, effective_values
@@ -30,7 +31,7 @@ AnyRequest = Request[Any, Any, Any]
 Guard = Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]
 READ = (HttpMethod.GET, HttpMethod.HEAD)
 MAX_BODY_BYTES = 10_000
-MAX_OVERRIDE_S = 7 * 24 * 3600.0
+OVERRIDE_S = Range(low=0, high=7 * 24 * 3600, above_low=True)
 
 
 class TenantLine(Struct, frozen=True):
@@ -72,7 +73,7 @@ class OverrideBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The body of `PUT .../override`."""
 
     plan: str
-    expires_in_s: Annotated[float, Meta(gt=0, le=MAX_OVERRIDE_S)]
+    expires_in_s: float
 
 
 class TenantAdmin:
@@ -127,6 +128,7 @@ class TenantAdmin:
         if body.plan not in FORCIBLE:
             known = " or ".join(FORCIBLE)
             raise InvalidValue(f"'plan' must be {known}, but it is '{shortened(body.plan)}'.", "plan")
+        check_range("expires_in_s", body.expires_in_s, OVERRIDE_S)
         override = Override(plan=body.plan, by=by, expires_in_s=body.expires_in_s)
         self._overrides.set(tenant.id, override)
         self._log.info("admin.override_set", tenant=tenant.id, **asdict(override))

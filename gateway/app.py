@@ -54,7 +54,7 @@ def create_app(
     `app.state.lifecycle` is the `Lifecycle`, for whoever runs the application. The application closes
     `usage_store`; without one usage is not kept. `clock` is the machine's unless told otherwise.
     """
-    settings, admin_key = settings or HttpSettings(), admin_key or AdminKey(None)
+    settings, access = settings or HttpSettings(), Access(tenants, admin_key or AdminKey(None))
     clock = clock or SystemClock()
     metrics, lifecycle, router = Metrics(backends), Lifecycle(backends), Router(backends)
     overrides, quotas, in_flight = Overrides(), Quotas(clock), InFlight()
@@ -83,9 +83,9 @@ def create_app(
             v1_routes(service, router, tenants, quotas),
             tenant_routes(
                 TenantAdmin(watch, policy, overrides, local=tenants.local, backends=backends),
-                admin_key.guard,
+                access.guard,
             ),
-            operator_routes(Access(tenants, admin_key), backends, in_flight, usage),
+            operator_routes(access, backends, in_flight, usage),
             open_routes(lifecycle, metrics),
         ],
         exception_handlers={Exception: answer_error},

@@ -230,7 +230,11 @@ class SimulateFlags:
     trace: Annotated[Path | None, Parameter(help="File of requests, a JSON object a line")] = None
     rate: Annotated[
         tuple[str, ...],
-        Parameter(negative="", show_default=False, help="Without a trace: requests a second of a class"),
+        Parameter(
+            negative="",
+            show_default=False,
+            help="Without a trace: requests a second of a class [interactive=1 batch=4]",
+        ),
     ] = ("interactive=1", "batch=4")
     duration: Annotated[float, Parameter(help="Without a trace: seconds in which requests arrive")] = 300.0
     prompt_tokens: Annotated[int, Parameter(help="Without a trace: mean length of prompts")] = 128
@@ -439,6 +443,8 @@ def _usage(
     if file is None:
         raise SettingsError(f"usage_db = 'none' ({effective.sources['usage_db']}): no usage is kept")
     first, last = (None if day is None else day.date().isoformat() for day in (since, until))
+    if first is not None and last is not None and first > last:
+        raise SettingsError(f"--since is {first}, which is after --until, {last}")
     try:
         rows = read_usage(file, UsageFilter(since=first, until=last))
     except UsageError as error:

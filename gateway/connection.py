@@ -17,6 +17,13 @@ MAX_LENGTH_DIGITS = 20
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
     """Read the body, but no more than `limit` bytes of it, whether or not its length was announced."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise InvalidRequest(
+            f"The body's content-encoding is {shortened(encoding)!r}, which is not supported: send the body"
+            " uncompressed.",
+            "content-encoding",
+        )
     announced = headers.get("content-length", "0")
     if not (announced.isascii() and announced.isdecimal() and len(announced) <= MAX_LENGTH_DIGITS):
         raise InvalidRequest(f"Invalid content-length: {shortened(announced)!r}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -18,7 +18,24 @@ T = TypeVar("T", bound=msgspec.Struct)
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
 _PATH = " - at `$"
+_ANY_VALUE = "[...]"
+# Programs leave one where they cut a text in the middle of an emoji. Near the end of a body msgspec takes it
+# for the end of the data.
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+_HALF_PAIR_BYTES = 12
 _AT_BYTE = re.compile(r"(?P<what>.*) \(byte (?P<offset>\d+)\)")
+
+ELSEWHERE = {
+    "cache_salt": "prompt_cache_key",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "priority": "service_tier",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+"""Names that other servers, or the other endpoint, have for a field. Spelling alone would lead astray."""
 
 LONGEST_SLIP = 64
 """Longer names are no slips of the pen; to compare one of megabytes would take seconds."""
@@ -43,6 +60,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def _where_it_breaks(body: bytes, problem: str) -> str:
+    if not body.strip():
+        return "The body is empty: send a JSON object."
     offset = len(body)
     if match := _AT_BYTE.fullmatch(problem):
         problem, offset = match["what"], int(match["offset"])
@@ -53,21 +72,26 @@ def _where_it_breaks(body: bytes, problem: str) -> str:
             body.decode()
         except UnicodeDecodeError as error:
             offset = error.start
+        if half := _HALF_PAIR.search(body, max(0, len(body) - _HALF_PAIR_BYTES)):
+            problem, offset = "half of a surrogate pair stands alone", half.start()
     before = body[:offset]
     line, column = before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1
     place = f"at line {line}, column {column} (byte {offset} of {len(body)})"
-    return f"The body is not valid JSON: {problem.removeprefix('JSON is malformed: ')} {place}."
+    problem = problem.removeprefix("JSON is malformed: ")
+    return f"The body is not valid JSON: {problem[0].lower()}{problem[1:]} {place}."
 
 
 def _wrong_shape(problem: str, shape: type[msgspec.Struct]) -> Exception:
-    path = ""
+    path, of_values = "", ""
     if _PATH in problem:
         problem, _, path = problem.rpartition(_PATH)
-        path = shortened(path.removesuffix("`").removeprefix(".").removesuffix("[...]"))
+        path = path.removesuffix("`").removeprefix(".")
+        of_values = "a value of " if path.endswith(_ANY_VALUE) else ""
+        path = shortened(path.removesuffix(_ANY_VALUE))
     if problem.startswith(_UNKNOWN):
         name = shortened(problem.removeprefix(_UNKNOWN).removesuffix("`"))
         # Only the top level's names are at hand; deeper objects have few fields.
-        hint = "" if path else did_you_mean(name, shape.__struct_fields__)
+        hint = "" if path else _hint(name, shape.__struct_fields__)
         param = _join(path, name)
         return UnknownField(f"Unknown parameter: '{param}'.{hint}", param)
     if problem.startswith(_MISSING):
@@ -78,7 +102,12 @@ def _wrong_shape(problem: str, shape: type[msgspec.Struct]) -> Exception:
         return InvalidValue(f"Invalid value for '{path}': {what}.", path or None)
     if not path:
         return InvalidType(f"Invalid body: {what}.")
-    return InvalidType(f"Invalid type for '{path}': {what}.", path)
+    return InvalidType(f"Invalid type for {of_values}'{path}': {what}.", path)
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    meant = ELSEWHERE.get(name)
+    return f" Did you mean '{meant}'?" if meant in known else did_you_mean(name, known)
 
 
 def _join(path: str, name: str) -> str:

@@ -159,6 +159,8 @@ SERVER = "server_error"
 LIMIT = "rate_limit_error"
 # The openai client obeys this one: the same request would meet the same end.
 NO_RETRY = {"x-should-retry": "false"}
+OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+"""What a client with a base_url that lacks /v1, or has it twice, means."""
 LATER_S = 5.0
 MAX_RETRY_AFTER_S = 60.0
 """Nobody is told to wait longer: by then what the answer was computed from says little."""
@@ -244,7 +246,11 @@ def _rule(error: BaseException) -> Rule:
 
 def _message(error: BaseException, rule: Rule, method: str, path: str) -> str:
     if isinstance(error, NotFoundException):
-        return f"Unknown path: {method} {path}"
+        meant = "/v1" + path.removeprefix("/v1").removeprefix("/v1")
+        hint = (
+            f". Did you mean '{meant}'? A client's base_url ends with /v1." if meant in OPENAI_PATHS else ""
+        )
+        return f"Unknown path: {method} {path}{hint}"
     if isinstance(error, MethodNotAllowedException):
         allowed: Any = (error.headers or {}).get("allow", "")
         return f"{method} is not allowed on {path}, only {allowed}."

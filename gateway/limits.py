@@ -50,7 +50,8 @@ RANGES = {
     "top_k": Range(low=-1, high=MAX_COUNT),
     "presence_penalty": Range(low=-2, high=2),
     "frequency_penalty": Range(low=-2, high=2),
-    "repetition_penalty": Range(low=0, above_low=True),
+    # Beyond these a logit over it, or times it, could leave float32.
+    "repetition_penalty": Range(low=0.01, high=100),
     "seed": Range(low=-(2**63), high=2**63 - 1),
     "max_completion_tokens": Range(low=1, high=MAX_COUNT),
     "min_tokens": Range(low=0, high=MAX_COUNT),

@@ -11,6 +11,8 @@ from .errors import InvalidType, InvalidValue, MissingField, Unsupported, shorte
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """What each role is called in the models' templates, which know no developers."""
 TOOL_ROLES = ("tool", "function")
+# OpenAI's client sends an answer's message back with all of these, null where there is nothing.
+NEUTRAL_FIELDS = ("name", "annotations", "audio", "refusal", "function_call", "tool_calls", "tool_call_id")
 # A hint for OpenAI's cache; it cannot change an answer.
 TEXT_PART_FIELDS = {"type", "text", "prompt_cache_breakpoint"}
 
@@ -21,6 +23,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: Any = None
+    annotations: Any = None
     audio: Any = None
     refusal: Any = None
     function_call: Any = None
@@ -45,7 +48,7 @@ def _read(message: Message, place: str) -> dict[str, Any]:
         raise InvalidValue(
             f"'{place}.role' must be one of {known}, but it is '{shortened(message.role)}'.", f"{place}.role"
         )
-    for name in ("name", "audio", "refusal", "function_call", "tool_calls", "tool_call_id"):
+    for name in NEUTRAL_FIELDS:
         if getattr(message, name) not in (None, []):
             raise Unsupported(f"'{place}.{name}' is not supported by this server.", f"{place}.{name}")
     return {"role": ROLES[message.role], "content": read_content(message.content, f"{place}.content")}

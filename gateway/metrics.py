@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
 
-from .buckets import LAG_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
+from .buckets import LAG_BUCKETS, NUM_TOKENS_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
 from .cache_metrics import CacheCollector, EndedCacheMetrics
 from .promise_metrics import PromiseMetrics
 from .record import RequestRecord
@@ -87,22 +87,32 @@ class Metrics:
         registry.register(CacheCollector(backends))
         registry.register(LoopCollector())
 
-        def seconds(
+        def histogram(
             name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = MODEL
         ) -> Histogram:
             return Histogram(name, text, labels, buckets=buckets, registry=registry)
 
-        self._ttft = seconds("vllm:time_to_first_token_seconds", "Until the first token.", WAIT_BUCKETS)
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Until the first token.", WAIT_BUCKETS)
         self._gaps = GapCollector("vllm:inter_token_latency_seconds", "Between pieces of output.")
         registry.register(self._gaps)
-        self._tpot = seconds(
+        self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds",
             "A request's mean per token after the first.",
             TOKEN_BUCKETS,
         )
-        self._queue = seconds("vllm:request_queue_time_seconds", "Until the first step.", WAIT_BUCKETS)
-        self._e2e = seconds("vllm:e2e_request_latency_seconds", "Whole request.", REQUEST_BUCKETS)
-        self._lag = seconds("surefoot_event_loop_lag_seconds", "How late the event loop is.", LAG_BUCKETS, ())
+        self._queue = histogram("vllm:request_queue_time_seconds", "Until the first step.", WAIT_BUCKETS)
+        self._prefill = histogram(
+            "vllm:request_prefill_time_seconds", "From the first step to the first token.", WAIT_BUCKETS
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last.", REQUEST_BUCKETS
+        )
+        self._num_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens.", NUM_TOKENS_BUCKETS)
+        self._num_output = histogram("vllm:request_generation_tokens", "Output tokens.", NUM_TOKENS_BUCKETS)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request.", REQUEST_BUCKETS)
+        self._lag = histogram(
+            "surefoot_event_loop_lag_seconds", "How late the event loop is.", LAG_BUCKETS, ()
+        )
         self._success = Counter(
             "vllm:request_success",
             "Choices that ended, by reason.",
@@ -144,10 +154,14 @@ class Metrics:
         for reason in record.end_reasons:
             self._success.labels(record.model, reason).inc()
         self._e2e.labels(record.model).observe(record.elapsed_s)
+        self._num_prompt.labels(record.model).observe(record.num_prompt_tokens)
+        self._num_output.labels(record.model).observe(record.num_output_tokens)
         for each in record.timings:
             self._queue.labels(record.model).observe(each.queue_s)
             if each.ttft_s is not None:
                 self._ttft.labels(record.model).observe(each.ttft_s)
+                self._prefill.labels(record.model).observe(each.ttft_s - each.queue_s)
+                self._decode.labels(record.model).observe(each.total_s - each.ttft_s)
             if each.tpot_s is not None:
                 self._tpot.labels(record.model).observe(each.tpot_s)
 

@@ -19,7 +19,7 @@ from .errors import ClientGone
 from .record import RequestRecord
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-QUIET_PATHS = ("/health/", "/metrics")
+QUIET_PATHS = ("/health", "/metrics")
 """Asked every few seconds by machines: logged at debug level, "not ready" too, but no errors."""
 
 

@@ -7,6 +7,8 @@ from datetime import date
 from typing import Any
 
 from litestar import HttpMethod, Request, Router, route
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
 from msgspec import Struct
 
 from surefoot.backends.base import Backend
@@ -21,6 +23,7 @@ from .tenants import Tenant, Tenants
 from .usage import UsageBook
 from .usage_store import UsageFilter, UsageRow
 
+AnyConnection = ASGIConnection[Any, Any, Any, Any]
 AnyRequest = Request[Any, Any, Any]
 READ = (HttpMethod.GET, HttpMethod.HEAD)
 PERIOD = ("since", "until")
@@ -76,31 +79,39 @@ class Access:
         self._tenants = tenants
         self._admin_key = admin_key
 
-    def tenant(self, request: AnyRequest) -> Tenant | None:
+    def tenant(self, connection: AnyConnection) -> Tenant | None:
         """The tenant that asks, None for the operator. Raises `InvalidKey`."""
-        authorization = request.headers.get("authorization")
+        authorization = connection.headers.get("authorization")
         if self._admin_key.opens(authorization):
             return None
         tenant = self._tenants.authenticate(authorization)
-        record_of(request.scope).tenant_id = tenant.id
+        record_of(connection.scope).tenant_id = tenant.id
         return tenant
 
-    def check_operator(self, request: AnyRequest) -> None:
-        """Pass the operator, and everybody where nobody has a key.
+    def check_viewer(self, request: AnyRequest) -> None:
+        """Pass the operator, and everybody where nobody has a key. Raises as `guard`."""
+        if self._tenants.keys_required or self._admin_key.exists:
+            self._check_operator(request)
 
-        Raises `InvalidKey`, `NotAdmin`, or `NotEnabled` where tenants have keys and the operator has none.
+    def guard(self, connection: AnyConnection, _: BaseRouteHandler) -> None:
+        """For Litestar: let only the operator pass, and note their label as `state["admin"]`.
+
+        Raises `InvalidKey`, `NotAdmin` for a tenant's key, or `NotEnabled` where the operator has none.
         """
-        if self.tenant(request) is None:
+        self._check_operator(connection)
+        connection.scope["state"]["admin"] = self._admin_key.label
+
+    def _check_operator(self, connection: AnyConnection) -> None:
+        if self.tenant(connection) is None:
             return
-        if self._tenants.keys_required and not self._admin_key.exists:
+        if not self._admin_key.exists:
             raise NotEnabled(
                 "This needs an admin key, and the server has none: make one with `surefoot key new` and"
                 " name its hash in the setting 'admin_key_hash'."
             )
         if self._tenants.keys_required:
             raise NotAdmin("This needs the admin key; yours is a tenant's.")
-        if self._admin_key.exists:
-            raise InvalidKey("This needs the admin key: send it in the header 'Authorization: Bearer <key>'.")
+        raise InvalidKey("This needs the admin key: send it in the header 'Authorization: Bearer <key>'.")
 
 
 def operator_routes(
@@ -110,7 +121,7 @@ def operator_routes(
 
     @route("/scheduler", http_method=READ, sync_to_thread=False)
     def read_scheduler(request: AnyRequest) -> SchedulerBody:
-        access.check_operator(request)
+        access.check_viewer(request)
         return SchedulerBody([_backend(each, in_flight) for each in backends])
 
     @route("/usage", http_method=READ)
@@ -164,6 +175,8 @@ def _period(request: AnyRequest) -> tuple[str | None, str | None]:
             name = shortened(name)
             raise UnknownField(f"Unknown parameter: '{name}'.{did_you_mean(name, PERIOD)}", name)
     since, until = (_day(name, request.query_params.get(name)) for name in PERIOD)
+    if since is not None and until is not None and since > until:
+        raise InvalidValue(f"'since' is {since}, which is after 'until', {until}.", "since")
     return since, until
 
 

@@ -62,11 +62,17 @@ def replay_log(log: Path, policy: str | None) -> None:
     serving = serving_policy(policies)
     try:
         with log.open("rb") as lines:
-            _say(_replay_text(replay(read_records(lines), serving, policy)))
+            result = replay(read_records(lines), serving, policy)
     except OSError as error:
         raise SettingsError(f"{log} cannot be read: {error.strerror}") from error
     except RecordError as error:
         raise SettingsError(f"{log}: {error}") from error
+    if not result.num_requests:
+        raise SettingsError(
+            f"{log} has no event request.planned: a server writes them with"
+            " --log-format json --log-level debug"
+        )
+    _say(_replay_text(result))
 
 
 def _find(folder: Path, classes: Classes, tenant_id: str) -> tuple[Loaded, TenantFile | None]:

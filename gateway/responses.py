@@ -203,3 +203,9 @@ class Health(Struct, frozen=True):
 
     status: str
     reason: str | UnsetType = UNSET
+
+
+class Version(Struct, frozen=True):
+    """What is installed."""
+
+    version: str

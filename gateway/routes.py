@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from litestar import HttpMethod, MediaType, Request, Response, Router, post, route
@@ -16,7 +17,7 @@ from .lifecycle import Lifecycle
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import record_of
 from .rate_limits import Quotas
-from .responses import Health, ModelBody, ModelList
+from .responses import Health, ModelBody, ModelList, Version
 from .router import Router as ModelRouter
 from .service import CHAT, TEXT, Service
 from .tenants import Tenant, Tenants
@@ -62,7 +63,8 @@ def open_routes(lifecycle: Lifecycle, metrics: Metrics) -> Router:
     def live() -> Health:
         return Health("live")
 
-    @route("/health/ready", http_method=READ, sync_to_thread=False)
+    # The short path is where other model servers have it.
+    @route(["/health", "/health/ready"], http_method=READ, sync_to_thread=False)
     def ready() -> Response[Health]:
         reason = lifecycle.not_ready
         if reason is None:
@@ -73,7 +75,11 @@ def open_routes(lifecycle: Lifecycle, metrics: Metrics) -> Router:
     def read_metrics() -> Response[bytes]:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
-    return Router("/", route_handlers=[live, ready, read_metrics])
+    @route("/version", http_method=READ, sync_to_thread=False)
+    def read_version() -> Version:
+        return Version(version("surefoot"))
+
+    return Router("/", route_handlers=[live, ready, read_metrics, read_version])
 
 
 def _tenant(request: AnyRequest) -> Tenant:

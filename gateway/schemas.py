@@ -6,6 +6,7 @@ request into the backends' vocabulary.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from msgspec import Struct
@@ -33,6 +34,9 @@ from .limits import (
 )
 from .messages import Message, read_messages
 from .sla import check_tier
+
+# Without leading zeros: of two keys for one token the first would be lost.
+TOKEN_ID_TEXT = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -293,7 +297,7 @@ def _read_logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     read = {}
     check_token_rules("logit_bias", len(bias or ()))
     for key, value in (bias or {}).items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) in TOKEN_ID):
+        if not (TOKEN_ID_TEXT.fullmatch(key) and int(key) in TOKEN_ID):
             raise InvalidValue(
                 f"'logit_bias' must map token ids to numbers, but has the key '{shortened(key)}'.",
                 "logit_bias",

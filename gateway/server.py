@@ -28,7 +28,8 @@ def serve(app: Litestar, host: str, port: int, drain_s: float, on_ready: Callabl
     try:
         server.run()
     except SystemExit:
-        # uvicorn's way to say that it cannot listen there; it has logged why.
+        # uvicorn's way to say that it cannot listen there; it has logged why, but not always where.
+        structlog.get_logger().error("server.listen_failed", host=host, port=port)
         return 1
     return 1 if server.failed else 0
 

@@ -80,14 +80,15 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Setting(
-            one_of("auto", "cpu", "cuda"), "Where the model runs (auto: a GPU that torch sees, or the CPU)"
+            one_of("auto", "cpu", "cuda"),
+            "Where the model runs: cpu, cuda or auto (a GPU that torch sees, else the CPU)",
         ),
     ] = "auto"
     weights: Annotated[
         Literal["auto", "native", "int8", "bf16", "fp32"],
         Setting(
             one_of("auto", "native", "int8", "bf16", "fp32"),
-            "Form of the weights: the file's own groups, or converted (auto: native)",
+            "Form of the weights: native (the file's own groups), int8, bf16 or fp32 (auto: native)",
         ),
     ] = "auto"
     cache_memory: Annotated[
@@ -115,7 +116,10 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     ] = 0
     local_cache_format: Annotated[
         Format,
-        Setting(one_of(*FORMATS), "Without tenants: bits of K and V in the cache, fewer for more tokens"),
+        Setting(
+            one_of(*FORMATS),
+            "Without tenants: bits of K and V in the cache, fewer for more tokens: " + ", ".join(FORMATS),
+        ),
     ] = FORMATS[0]
     synthetic_acceptance: Annotated[
         tuple[float, ...] | None,
@@ -128,24 +132,26 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
         Literal["promise", "first-come"],
         Setting(
             one_of("promise", "first-come"),
-            "Who runs next: by class and target, or first come, first served (to compare)",
+            "Who runs next: promise (by class and target) or first-come (to compare)",
         ),
     ] = "promise"
     max_sequences: Annotated[int, Setting(whole(1), "Sequences that run at once")] = 64
     max_batched_tokens: Annotated[
         int,
-        Setting(whole(1), "Tokens of one engine step, max_sequences or more; a longer prompt takes several"),
+        Setting(
+            whole(1), "Tokens of one engine step, no fewer than max_sequences; a longer prompt takes several"
+        ),
     ] = 512
     max_model_len: Annotated[
         int | None,
-        Setting(auto_or(whole(1)), "Most tokens of a prompt and its answer (auto: the model's limit)"),
+        Setting(auto_or(whole(2)), "Most tokens of a prompt and its answer (auto: the model's limit)"),
     ] = None
     max_waiting: Annotated[
         int, Setting(whole(0), "Requests that may wait for their turn; more are told to come back later")
     ] = 1024
     prefix_cache: Annotated[
         Literal["on", "off"],
-        Setting(one_of("on", "off"), "Keep what prompts begin with for a tenant's later requests"),
+        Setting(one_of("on", "off"), "Keep what prompts begin with for a tenant's later requests: on or off"),
     ] = "on"
     max_waiting_s: Annotated[
         float,
@@ -172,12 +178,16 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["auto", "console", "json"],
         Setting(
-            one_of("auto", "console", "json"), "Form of the log (auto: console on a terminal, else json)"
+            one_of("auto", "console", "json"),
+            "Form of the log: console, json or auto (console on a terminal, else json)",
         ),
     ] = "auto"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Setting(one_of("debug", "info", "warning", "error"), "Least severe events that are logged"),
+        Setting(
+            one_of("debug", "info", "warning", "error"),
+            "Least severe events that are logged: debug, info, warning or error",
+        ),
     ] = "info"
     cache_dir: Annotated[
         Path, Setting(path, "Folder of prepared weights (default: under XDG_CACHE_HOME or ~/.cache)")

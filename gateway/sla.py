@@ -125,7 +125,9 @@ def load_classes(path: Path | None) -> Classes:
         return Classes()
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ClassesError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
         raise ClassesError(f"{path}: {error}") from error
     return Classes({name: _read_class(path, name, table) for name, table in raw.items()})
 

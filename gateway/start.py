@@ -13,10 +13,16 @@ from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.device import find_device
+from surefoot.backends.engine.limits import available_memory_bytes
 from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import DeviceNotFound, ModelError, ModelNotFound
-from surefoot.backends.engine.quality.measure import QualitySettings, measure_quality, write_report
+from surefoot.backends.engine.quality.measure import (
+    QualitySettings,
+    make_report_folder,
+    measure_quality,
+    write_report,
+)
 from surefoot.backends.engine.quality.report import report_plot
 from surefoot.backends.engine.quality.report import report_text as quality_text
 from surefoot.backends.engine.simulation import SimulationSettings as SimulationSettings  # for the command
@@ -33,6 +39,7 @@ from .app import create_app
 from .http_settings import HttpSettings
 from .logs import configure_logs
 from .server import serve
+from .setting_types import ByteSize
 from .settings import ServeSettings, SettingsError, check_exposure
 from .sla import Classes, ClassesError, load_classes
 from .tenant_folder import TenantFolder
@@ -124,6 +131,8 @@ def run_quality(
     """
     configure_logs(settings.log_format, settings.log_level)
     try:
+        if folder is not None:
+            make_report_folder(folder)
         report = measure_quality(engine_options(settings), QualitySettings(**what), progress=_tell)
         text = quality_text(report)
         if folder is not None:
@@ -179,12 +188,14 @@ def load_tenants(
 
 
 def engine_options(settings: ServeSettings) -> EngineOptions:
-    """What of the settings concerns the engine. Raises `SettingsError` where the device is not there."""
+    """What of the settings concerns the engine. `SettingsError` where device or memory is not there."""
     values = asdict(settings)
     try:
         device = find_device(settings.device)
     except DeviceNotFound as error:
         raise SettingsError(str(error)) from error
+    if settings.cache_memory is not None and device.type == "cpu":
+        _check_memory(settings.cache_memory)
     return EngineOptions(
         device=device,
         model=locate_model(settings.model),
@@ -196,6 +207,16 @@ def engine_options(settings: ServeSettings) -> EngineOptions:
         prefix_cache=settings.prefix_cache == "on",
         **{name: values[name] for name in SHARED_WITH_ENGINE},
     )
+
+
+def _check_memory(cache_memory: ByteSize) -> None:
+    """Refuse a cache that memory has no room for: it is taken page by page, so the end would come later."""
+    available = available_memory_bytes()
+    if cache_memory > available:
+        raise SettingsError(
+            f"cache_memory = {cache_memory}: this process can have {available / 1024**3:.1f} GiB at the"
+            " moment. Lower it, or leave it at auto"
+        )
 
 
 def invitation(url: str, model_id: str) -> str:

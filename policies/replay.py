@@ -36,10 +36,11 @@ class Replay(Struct, frozen=True):
 def read_records(lines: Iterable[bytes]) -> Iterator[Recorded]:
     """Observations of a log, in JSON lines: events `request.planned`, or observations as they are.
 
-    Other events are passed over. Raises `RecordError`.
+    Other events are passed over, and so are lines that begin no object: what a server tells people at its
+    start stands in the same stream. Raises `RecordError`.
     """
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.startswith(b"{"):
             continue
         try:
             event = msgspec.json.decode(line, type=dict[str, Any])

@@ -70,11 +70,16 @@ def test_a_quantised_plan_goes_beyond_full_precision(http: TestClient) -> None:
 @pytest.mark.parametrize(
     ("tenant", "max_tokens", "fields", "words"),
     [
-        ("full", 300, {}, f"the context holds at most {NUM_FULL} tokens"),
-        ("small", 300, {"cache": {"format": "k16v16"}}, f"the context holds at most {NUM_FULL} tokens"),
-        ("small", 313, {}, "the context holds at most 512 tokens"),
-        ("short", 51, {}, f"contexts end at {NUM_PROMPT + 50} tokens by the request's plan"),
-        ("narrow", 51, {}, f"contexts end at {NUM_PROMPT + 50} tokens by the request's plan"),
+        ("full", 300, {}, f"maximum context length is {NUM_FULL} tokens."),
+        (
+            "small",
+            300,
+            {"cache": {"format": "k16v16"}},
+            f"maximum context length is {NUM_FULL} tokens.",
+        ),
+        ("small", 313, {}, "This model's maximum context length is 512 tokens."),
+        ("short", 51, {}, f"maximum context length is {NUM_PROMPT + 50} tokens by the request's plan."),
+        ("narrow", 51, {}, f"maximum context length is {NUM_PROMPT + 50} tokens by the request's plan."),
     ],
 )
 def test_the_limit_is_the_plans(

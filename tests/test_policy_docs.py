@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Struct
 from msgspec.structs import fields, replace
@@ -15,7 +16,7 @@ from surefoot.gateway.cli import run
 from surefoot.gateway.tenant_folder import TenantFolder
 from surefoot.gateway.tenants import Tenant
 from surefoot.policies.base import Observation
-from surefoot.policies.bounds import SPENDABLE, Losses
+from surefoot.policies.bounds import SPENDABLE, Losses, PlanBounds
 from surefoot.policies.registry import BUILT_IN, load_policies, serving_policy
 
 TEXT = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
@@ -79,7 +80,8 @@ def test_commands(tenants: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     """Every command of the page runs, on the page's tenant; those that serve are named right."""
     monkeypatch.chdir(tenants.parent)
     tenants.rename(tenants.parent / "tenants")
-    Path("surefoot.log").write_text("")
+    seen = Observation(tenant_id="acme", model="m", bounds=PlanBounds())
+    Path("surefoot.log").write_bytes(msgspec.json.encode({"observation": seen}))
     lines = [line.removeprefix("$ ").split() for block in blocks("console") for line in block.splitlines()]
     assert len(lines) == 6
     for program, *arguments in lines:

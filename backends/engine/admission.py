@@ -18,6 +18,9 @@ from surefoot.backends.types import (
 from .cache_rule import PLAN_FORMATS, CacheSpace
 from .sequence import Request
 
+LIMIT_IS = "This model's maximum context length is"
+"""OpenAI's words. Proxies and agents (LiteLLM, CrewAI) know by them that a shorter prompt would do."""
+
 
 def admit(
     message: GenerateRequest,
@@ -47,11 +50,12 @@ def admit(
     longest = max_model_len if space is None else space.longest(message.plan.cache, num_prompt)
     room = min(limit, longest) - num_prompt
     if room < (1 if params.max_tokens is None else params.max_tokens):
-        asked = "" if params.max_tokens is None else f" and max_tokens asks for {params.max_tokens} more"
+        asked, or_less = "", ""
+        if params.max_tokens is not None:
+            asked, or_less = f", and {params.max_tokens} more were asked for", " or ask for fewer"
         raise ContextTooLong(
-            f"{_what_holds(message.plan.cache, limit, longest, num_prompt)}, but the prompt has"
-            f" {num_prompt}{asked}:"
-            f" shorten the prompt{'' if params.max_tokens is None else ' or lower max_tokens'}",
+            f"{_what_holds(message.plan.cache, limit, longest, num_prompt)}. The prompt has"
+            f" {num_prompt}{asked}: shorten the prompt{or_less}.",
             _param_of(message.prompt),
         )
     return Request(
@@ -80,12 +84,12 @@ def context_limit(plan: CachePlan, max_model_len: int, space: CacheSpace | None)
 def _what_holds(plan: CachePlan, limit: int, longest: int, num_prompt: int) -> str:
     """The limit that a request does not keep."""
     if longest <= num_prompt < limit:
-        return "the whole cache has no room for such a prompt"
+        return f"{LIMIT_IS} {limit} tokens, and the whole cache has no room for such a prompt"
     if longest < limit:
-        return f"the whole cache holds at most {longest} tokens after such a prompt"
+        return f"{LIMIT_IS} {longest} tokens after such a prompt, since the whole cache holds no more"
     if limit == plan.max_context:
-        return f"contexts end at {limit} tokens by the request's plan"
-    return f"the context holds at most {limit} tokens"
+        return f"{LIMIT_IS} {limit} tokens by the request's plan"
+    return f"{LIMIT_IS} {limit} tokens"
 
 
 def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> None:
@@ -101,8 +105,8 @@ def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> No
     if num_parts > max_model_len or num_chars > max_model_len * max_token_chars:
         size = f"{num_parts} parts" if num_parts > max_model_len else f"{num_chars} characters"
         raise ContextTooLong(
-            f"the context holds at most {max_model_len} tokens, which the prompt's {size} exceed by far:"
-            " shorten the prompt",
+            f"{LIMIT_IS} {max_model_len} tokens, which the prompt's {size} exceed by far:"
+            " shorten the prompt.",
             _param_of(prompt),
         )
 
@@ -111,8 +115,8 @@ def check_prediction(text: str, max_model_len: int, max_token_chars: int) -> Non
     """Refuse a prediction that is longer than any context: it is tokenised like a prompt."""
     if len(text) > max_model_len * max_token_chars:
         raise ContextTooLong(
-            f"the context holds at most {max_model_len} tokens, which the prediction's {len(text)} characters"
-            " exceed by far: shorten the prediction",
+            f"{LIMIT_IS} {max_model_len} tokens, which the prediction's {len(text)} characters"
+            " exceed by far: shorten the prediction.",
             "prediction",
         )
 

@@ -305,7 +305,9 @@ class Engine:
         now = self._clock()
         for request in [request for request in self._requests.values() if now >= request.deadline_s]:
             self.abort(request.key)
-            message = f"the request's deadline of {request.message.deadline_s:.3g} s passed"
+            message = (
+                f"The request's deadline passed, {request.message.deadline_s:.3g} s after the engine got it."
+            )
             yield Output(request.key, DeadlineExceeded(message))
 
     def _mark_started(self, chunks: list[ScheduledChunk]) -> None:

@@ -4,6 +4,7 @@ ModelError
 ├── ModelNotFound       nothing that can be read lies at the path
 ├── UnsupportedModel    a model we cannot run; the message ends with what we can
 ├── BadModelFiles       a model we could run, but its files are incomplete, damaged or contradictory
+├── CacheFolderError    prepared weights cannot be kept in the cache folder
 ├── DraftMismatch       a draft model whose tokens are not those of the model that it is to draft for
 └── DeviceNotFound      the device that was asked for is not there
 """
@@ -34,6 +35,10 @@ class UnsupportedModel(ModelError):
 
 class BadModelFiles(ModelError):
     """The model's files are incomplete, damaged or contradictory."""
+
+
+class CacheFolderError(ModelError):
+    """Prepared weights cannot be kept in the cache folder."""
 
 
 class DraftMismatch(ModelError):

@@ -120,8 +120,8 @@ class ModelRunner:
         self.num_blocks = settings.cache_bytes // (config.num_layers * self.layout.block_bytes)
         if self.num_blocks < 1:
             raise ValueError(
-                f"{settings.cache_bytes} bytes of cache hold no block of {BLOCK_TOKENS} tokens, which takes"
-                f" {config.num_layers * self.layout.block_bytes} bytes in this model"
+                f"a cache of {int(settings.cache_bytes)} bytes holds no block of {BLOCK_TOKENS} tokens, which"
+                f" takes {config.num_layers * self.layout.block_bytes} bytes in this model"
             )
         cache_shape = (config.num_layers, self.num_blocks, self.layout.block_bytes)
         if device.type == "cpu":

@@ -18,6 +18,10 @@ from .device import place
 from .sequence import Sequence
 from .tokenizer import Tokenizer
 
+LEAST_TEMPERATURE = 1e-20
+"""Below it a logit over the temperature could leave float32, where all are infinite and none the largest.
+Noise is too small to matter long before."""
+
 
 class NonFiniteLogits(Exception):
     """The model gave NaN or infinity for a row."""
@@ -141,13 +145,18 @@ def _ids(token_ids: Iterable[int], logits: Tensor) -> Tensor:
     return place(torch.tensor(list(token_ids), dtype=torch.int64), logits.device)
 
 
+def _heat(params: SamplingParams) -> float:
+    """The temperature; one that is too low to divide by is greedy."""
+    return params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
+
+
 def _sample_rows(rows: list[SampledRow], device: torch.device | None = None) -> SampleRows:
     """On a `device` each row of parameters begins at a multiple of 16 bytes, whatever the number of rows: for
     other addresses Triton would compile other kernels.
     """
     params = [row.sequence.params for row in rows]
     reals = torch.tensor(
-        [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]],
+        [[_heat(p) for p in params], [p.top_p for p in params], [p.min_p for p in params]],
         dtype=torch.float32,
     )
     integers = torch.tensor(

@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from .model_errors import CacheFolderError
+
 Progress = Callable[[str], None]
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
@@ -55,14 +57,29 @@ def sampled_digest(path: Path) -> str:
 
 
 def cached_folder(cache_dir: Path, key: str, build: Callable[[Path], None], progress: Progress) -> Path:
-    """The folder of `key` under `cache_dir`, made by `build(empty_folder)` if it is not there or damaged."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    """The folder of `key` under `cache_dir`, made by `build(empty_folder)` if it is not there or damaged.
+
+    One that is there is only read. Raises `CacheFolderError`.
+    """
     folder = cache_dir / key
     if _is_whole(folder):
         return folder
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        _make(folder, build, progress)
+    except OSError as error:
+        raise CacheFolderError(
+            f"the weights cannot be prepared in {cache_dir}: {error}. Name a folder that can be written, with"
+            " room for them, in the setting cache_dir"
+        ) from error
+    return folder
+
+
+def _make(folder: Path, build: Callable[[Path], None], progress: Progress) -> None:
+    cache_dir, key = folder.parent, folder.name
     with _locked(cache_dir / f"{key}.lock", progress):
         if _is_whole(folder):
-            return folder
+            return
         if folder.exists():
             progress(f"The prepared model {key} is damaged and is made again.")
         _remove_leftovers(cache_dir, key)
@@ -75,7 +92,6 @@ def cached_folder(cache_dir: Path, key: str, build: Callable[[Path], None], prog
             partial.rename(folder)
         finally:
             _remove_leftovers(cache_dir, key)
-    return folder
 
 
 def _remove_leftovers(cache_dir: Path, key: str) -> None:

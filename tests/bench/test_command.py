@@ -96,6 +96,8 @@ def test_files_that_are_no_results(tmp_path: Path) -> None:
         ["--duration=-1s"],
         ["--requests=0"],
         ["--url=localhost:8000"],
+        ["--output=/no/such/folder/x.json"],
+        ["--output=/"],
         ["--nonsense"],
     ],
 )

@@ -210,10 +210,10 @@ def test_bad_requests_are_refused_before_they_start(parts: EngineParts) -> None:
     """What cannot be served is refused at once, with the numbers."""
 
     async def use(backend: EngineBackend) -> None:
-        with pytest.raises(ContextTooLong, match=r"at most 100 tokens, but the prompt has \d+") as long:
+        with pytest.raises(ContextTooLong, match=r"is 100 tokens. The prompt has \d+") as long:
             await collect(backend, request("word " * 200))
         assert long.value.param == "prompt"
-        with pytest.raises(ContextTooLong, match="max_tokens asks for 99 more"):
+        with pytest.raises(ContextTooLong, match="99 more were asked for"):
             await collect(backend, request(max_tokens=99))
         with pytest.raises(InvalidPrompt, match="empty"):
             await collect(backend, request(""))

@@ -186,6 +186,14 @@ def test_penalties_and_bias(parts: EngineParts) -> None:
         assert len(set(penalised.token_ids)) > len(set(unpenalised.token_ids)), penalty
 
 
+@pytest.mark.parametrize("temperature", [1e-21, 1e-37, 1e-40, 1e-45, 5e-324])
+def test_a_temperature_near_zero_is_greedy(parts: EngineParts, temperature: float) -> None:
+    """A temperature that float32 cannot divide by gives the greedy answer, and no other token."""
+    requests = [(PROMPTS[0], SamplingParams(temperature=t, max_tokens=4)) for t in (0.0, temperature)]
+    greedy, nearly = run(make_engine(parts), parts, requests)
+    assert nearly.token_ids == greedy.token_ids
+
+
 def test_logprobs_are_raw(parts: EngineParts) -> None:
     """Log-probabilities are of the model's own distribution, whatever the sampling parameters."""
     hot = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, logit_bias={260: 100.0})

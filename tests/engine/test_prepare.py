@@ -14,7 +14,7 @@ import torch
 from surefoot.backends.catalog import locate_model
 from surefoot.backends.engine.gguf_file import GgufFile
 from surefoot.backends.engine.gguf_tokenizer import gguf_tokenizer
-from surefoot.backends.engine.model_errors import BadModelFiles, ModelNotFound
+from surefoot.backends.engine.model_errors import BadModelFiles, CacheFolderError, ModelNotFound
 from surefoot.backends.engine.prepare import LoadedModel, load_model
 from surefoot.backends.engine.weight_cache import cached_folder, sampled_digest
 from surefoot.backends.engine.weight_mode import WeightMode
@@ -135,7 +135,7 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
         (folder / "half").write_bytes(b"x")
         raise OSError("No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CacheFolderError, match="No space"):
         cached_folder(tmp_path, "key", fail, lambda message: None)
     assert _folders(tmp_path) == []
 
@@ -157,6 +157,14 @@ loaded = load_model(
 )
 print(sum(message.startswith("Preparing") for message in messages), loaded.fingerprint)
 """
+
+
+def test_a_cache_folder_of_no_use(tmp_path: Path) -> None:
+    """A folder that cannot be made is refused by name and setting, before anything is built."""
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CacheFolderError, match=rf"in {folder}: .* in the setting cache_dir"):
+            cached_folder(folder, "key", lambda _: pytest.fail("built"), lambda _: None)
 
 
 def test_concurrent_processes_prepare_once_and_agree(gguf_path: Path, tmp_path: Path) -> None:

@@ -368,9 +368,13 @@ def test_more_fits(tiny_parts: EngineParts) -> None:
 @pytest.mark.parametrize(
     ("num_prompt", "cache", "said"),
     [
-        (120, {"max_context": 200}, "contexts end at 200 tokens by the request's plan"),
+        (120, {"max_context": 200}, "is 200 tokens by the request's plan"),
         (400, {"format": "k4v4", "recent": 380}, "the whole cache"),
-        (120, {"format": "k4v4", "max_context": 200}, "contexts end at 200 tokens by the request's plan"),
+        (
+            120,
+            {"format": "k4v4", "max_context": 200},
+            "is 200 tokens by the request's plan",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -15,13 +16,18 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec import Struct
+from structlog.testing import capture_logs
 
 from surefoot.backends.catalog import packaged_models
+from surefoot.backends.fake import FakeBackend
+from surefoot.gateway.app import create_app
 from surefoot.gateway.cli import EXIT_USAGE, run
+from surefoot.gateway.server import serve
 from surefoot.gateway.settings import ServeSettings, default_text, describe, flag_name
 from surefoot.gateway.tenant_folder import TenantFolder
 from surefoot.gateway.tenants import Tenants, hash_key
 from surefoot.gateway.usage_store import UsageRow, UsageStore
+from surefoot.policies.baseline import BaselinePolicy
 
 
 class Outcome(Struct, frozen=True):
@@ -173,6 +179,7 @@ def test_usage(cli: Cli, tmp_path: Path) -> None:
         (("--usage-db", "/no/such.db"), "there is no usage file /no/such.db"),
         (("--usage-db", "none"), "usage_db = 'none' (--usage-db): no usage is kept"),
         (("--since", "soon"), "soon"),
+        (("--since", "2026-02-01", "--until", "2026-01-31"), "--since is 2026-02-01, which is after --until"),
     ],
 )
 def test_usage_that_is_not_there(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
@@ -325,3 +332,22 @@ def test_simulate_refuses(cli: Cli, cost_file: str, arguments: tuple[str, ...], 
 def test_default_model_is_there() -> None:
     """The default of `--model` is one that the package list knows, and it is installed."""
     assert ServeSettings().model in packaged_models()
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    """Of two servers on one port the second ends with status 1, and the log has host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, capture_logs() as logs:
+        port = taken.getsockname()[1]
+        app = create_app([FakeBackend()], Tenants(), BaselinePolicy())
+        assert serve(app, "127.0.0.1", port, 0.0, lambda url: pytest.fail(f"served at {url}")) == 1
+    failed = {"event": "server.listen_failed", "log_level": "error", "host": "127.0.0.1", "port": port}
+    assert failed in logs
+
+
+def test_a_report_that_could_not_be_written_is_not_measured(cli: Cli, tmp_path: Path) -> None:
+    """`quality` refuses a folder of no use at once, and not after the minutes of measuring."""
+    (tmp_path / "file").write_text("")
+    outcome = cli("quality", "--output", str(tmp_path / "file"))
+    assert (outcome.status, outcome.out) == (EXIT_USAGE, "")
+    assert f"the report cannot be written to {tmp_path}/file: File exists" in outcome.err
+    assert "Loading" not in outcome.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +16,9 @@ from surefoot.backends.fake import FakeBackend, Script
 from surefoot.backends.types import BackendState, BackendStatus
 from surefoot.gateway import errors as gateway_errors
 from surefoot.gateway.app import create_app
-from surefoot.gateway.decode import decode
+from surefoot.gateway.decode import ELSEWHERE, decode
 from surefoot.gateway.errors import UnknownField
-from surefoot.gateway.schemas import ChatRequest
+from surefoot.gateway.schemas import ChatRequest, CompletionRequest
 from surefoot.gateway.tenants import Tenants
 from surefoot.policies.baseline import BaselinePolicy
 
@@ -45,13 +46,15 @@ def deep_http() -> Iterator[TestClient]:
 
 
 MALFORMED = [
-    (b"", "line 1, column 1 (byte 0 of 0)"),
+    (b"", "The body is empty"),
+    (b" \n", "The body is empty"),
     (b"{", "line 1, column 2 (byte 1 of 1)"),
     (b'{"model": "fake",\n "messages": [,]}', "line 2, column 15 (byte 32 of 35)"),
     (b'{"model": "fake", "messages": []} x', "line 1, column 35 (byte 34 of 35)"),
     (b'{"temperature": NaN}', "line 1, column 17 (byte 16 of 20)"),
     (b'{"model":\n"\xff"}', "line 2, column 2 (byte 11 of 14)"),
-    (b'{"model": "\\ud800"}', "line 1, column"),
+    (b'{"model": "\\ud800"}', "half of a surrogate pair stands alone at line 1, column 12 (byte 11 of 19)"),
+    (b'{"model": "\\ud800", "messages": []}', "surrogate pair at line 1, column 18 (byte 17 of 35)"),
 ]
 
 
@@ -133,10 +136,17 @@ WRONG_SHAPES: list[tuple[Any, str, str | None, str]] = [
     (VALID | {"max_tokens": 1.5}, "invalid_type", "max_tokens", "got `float`"),
     (VALID | {"n": True}, "invalid_type", "n", "got `bool`"),
     (VALID | {"stream": "yes"}, "invalid_type", "stream", "got `str`"),
-    (VALID | {"logit_bias": {"1": "x"}}, "invalid_type", "logit_bias", "got `str`"),
+    (
+        VALID | {"logit_bias": {"1": "x"}},
+        "invalid_type",
+        "logit_bias",
+        "a value of 'logit_bias': expected",
+    ),
     (VALID | {"stop": [1]}, "invalid_type", "stop[0]", "got `int`"),
     (VALID | {"metadata": {"a": 1}}, "invalid_type", "metadata", "got `int`"),
     (VALID | {"temprature": 1}, "unknown_parameter", "temprature", "Did you mean 'temperature'?"),
+    (VALID | {"n_predict": 1}, "unknown_parameter", "n_predict", "Did you mean 'max_tokens'?"),
+    (VALID | {"priority": 1}, "unknown_parameter", "priority", "Did you mean 'service_tier'?"),
     (VALID | {"zzz": 1}, "unknown_parameter", "zzz", "'zzz'."),
     (
         VALID | {"stream_options": {"usage": True}},
@@ -156,6 +166,13 @@ def test_wrong_shapes_are_named_by_path(
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (400, code, param)
     assert words in error["message"]
+
+
+def test_each_name_from_elsewhere_means_a_field() -> None:
+    """What another server calls a field leads to a field that both endpoints have."""
+    common = {*ChatRequest.__struct_fields__} & {*CompletionRequest.__struct_fields__}
+    assert set(ELSEWHERE.values()) <= common
+    assert not ELSEWHERE.keys() & common
 
 
 def test_a_number_too_large_to_hold_is_out_of_range(http: TestClient) -> None:
@@ -288,6 +305,15 @@ def test_unknown_paths(http: TestClient, path: str) -> None:
     assert path in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions"])
+def test_a_wrong_base_url_is_noticed(http: TestClient, path: str) -> None:
+    """A client whose base_url lacks /v1, or has it twice, is told the right path; others get no such hint."""
+    assert (
+        f"Did you mean '{CHAT}'? A client's base_url ends with /v1." in error_of(http.post(path))["message"]
+    )
+    assert "Did you mean" not in error_of(http.post("/v1/embeddings"))["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", CHAT), ("DELETE", "/v1/models/fake"), ("POST", "/metrics")]
 )
@@ -318,6 +344,16 @@ def test_not_ready(http: TestClient, backend: FakeBackend) -> None:
     assert (response.status_code, error["code"]) == (503, "not_ready")
     assert "the engine is being restarted" in error["message"]
     assert response.headers["retry-after"]
+
+
+def test_a_compressed_body_is_refused(http: TestClient) -> None:
+    """What is announced as compressed is refused by that name, and not as bad JSON."""
+    response = http.post(CHAT, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, "content-encoding")
+    assert "'gzip'" in error["message"]
+    plain = http.post(CHAT, content=json.dumps(VALID), headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 def test_an_announced_body_that_is_too_large(http: TestClient) -> None:

@@ -42,6 +42,17 @@ async def test_whole_answers(serve: Serve) -> None:
         assert (await api.models.retrieve("fake")).id == "fake"
 
 
+async def test_an_answer_goes_on_with_the_conversation(serve: Serve) -> None:
+    """An answer's message is accepted in the next request: as the client's object, and as its dictionary."""
+    async with serve() as gateway, client(gateway) as api:
+        message: Any = (await api.chat.completions.create(model="fake", messages=MESSAGES)).choices[0].message
+        for turn in (message, message.model_dump(), message.model_dump(exclude_none=True)):
+            await api.chat.completions.create(model="fake", messages=[*MESSAGES, turn, *MESSAGES])
+    sent = [request.prompt for request in gateway.backend.requests[1:]]
+    assert len(sent) == 3
+    assert all(each == sent[0] for each in sent)
+
+
 async def test_streams(serve: Serve) -> None:
     """A stream gives the text, the reason and, if asked, the usage."""
     async with serve() as gateway, client(gateway) as api:

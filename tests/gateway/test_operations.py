@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ async def test_live_while_loading() -> None:
         assert (await client.get("/health/live")).status_code == 200
         waiting = await client.get("/health/ready")
         assert (waiting.status_code, waiting.json()["reason"]) == (503, "the fake backend was not started")
+        assert (await client.get("/health")).json() == waiting.json()
         assert waiting.headers["retry-after"]
         assert (await client.post(CHAT, json=BODY)).json()["error"]["code"] == "not_ready"
         gate.set()
@@ -102,8 +104,13 @@ def test_metrics_after_requests(http: TestClient, backend: FakeBackend) -> None:
         "vllm:time_to_first_token_seconds",
         "vllm:request_time_per_output_token_seconds",
         "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
+        "vllm:request_decode_time_seconds",
     ):
         assert value(histogram + "_count", **model) == 2
+    for histogram, tokens in (("vllm:request_prompt_tokens", 9), ("vllm:request_generation_tokens", 11)):
+        assert value(histogram + "_count", **model) == 3
+        assert value(histogram + "_sum", **model) == tokens
     assert value("vllm:e2e_request_latency_seconds_count", **model) == 3
     assert value("vllm:inter_token_latency_seconds_count", **model) == 3 + 2 * 2
     for reason, count in (("stop", 1), ("length", 2), ("error", 1)):
@@ -292,6 +299,11 @@ def test_one_event_per_request() -> None:
     }
 
 
+def test_the_version_is_told(http: TestClient) -> None:
+    """`/version` has the installed version, in the shape that vLLM gives it."""
+    assert http.get("/version").json() == {"version": version("surefoot")}
+
+
 def test_probes_are_quiet(http: TestClient, backend: FakeBackend) -> None:
     """Health checks and scrapes are logged at debug level, "not ready" too; wrong paths are not."""
     with capture_logs() as logs:
@@ -305,7 +317,8 @@ def test_probes_are_quiet(http: TestClient, backend: FakeBackend) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    "path", ["/health/live", "/health/ready", "/metrics", "/v1/models", "/v1/models/fake"]
+    "path",
+    ["/health", "/health/live", "/health/ready", "/metrics", "/version", "/v1/models", "/v1/models/fake"],
 )
 async def test_head_is_get_without_a_body(serve: Serve, path: str) -> None:
     """What can be read can be asked for by HEAD."""

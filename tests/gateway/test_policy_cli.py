@@ -15,6 +15,7 @@ from surefoot.policies.base import Observation
 from surefoot.policies.bounds import CacheBounds, PlanBounds, SpeculationBounds
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tenants"
+EXPLAIN = ("explain", "--tenant", "chat", "--tenants", str(EXAMPLES))
 HEAD = f'id = "acme"\nkey_hashes = ["{hash_key("x")}"]\n'
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -59,6 +60,13 @@ def test_check_names_every_fault(cli: Cli, tmp_path: Path) -> None:
         (("explain", "--tenants", str(EXAMPLES)), "--tenant"),
         (("replay", "/no/such.log"), "/no/such.log cannot be read: No such file"),
         (("replay", "/dev/null", "--policy", "x"), "there is no policy 'x'; known are baseline, "),
+        (("replay", "/dev/null"), "/dev/null has no event request.planned: a server writes them with"),
+        ((*EXPLAIN, "--kind", "images"), "images"),
+        ((*EXPLAIN, "--prompt-tokens", "0"), "--prompt-tokens"),
+        ((*EXPLAIN, "--cache-pressure", "80"), "--cache-pressure"),
+        ((*EXPLAIN, "--acceptance", "-1"), "--acceptance"),
+        ((*EXPLAIN, "--load", "-1"), "--load"),
+        ((*EXPLAIN, "--hour", "24"), "--hour"),
     ],
 )
 def test_usage_errors(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
@@ -105,6 +113,8 @@ def test_replay(cli: Cli, tmp_path: Path) -> None:
         "       1  baseline -> k8v8:"
         " the policy is fixed, and the tenant's file allows k8v8\n"
     )
+    log.write_bytes(b"Loading the weights.\n\n  curl -d '{}'\n" + log.read_bytes())
+    assert cli("replay", str(log))[1].startswith("1 requests")
     log.write_text("{")
     assert "line 1: " in cli("replay", str(log))[2]
 

@@ -169,7 +169,8 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"top_k": -2}, "top_k", "-2"),
     (CHAT, {"presence_penalty": 3}, "presence_penalty", "between -2 and 2, but it is 3"),
     (CHAT, {"frequency_penalty": -3}, "frequency_penalty", "between -2 and 2, but it is -3"),
-    (CHAT, {"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    (CHAT, {"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100, but it is 0"),
+    (CHAT, {"repetition_penalty": 1e39}, "repetition_penalty", "between 0.01 and 100, but it is 1e+39"),
     (CHAT, {"seed": 2**63}, "seed", str(2**63)),
     (TEXT, {"max_tokens": 0}, "max_tokens", "but it is 0"),
     (CHAT, {"max_tokens": 0}, "max_tokens", "but it is 0"),
@@ -182,6 +183,7 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"top_logprobs": 1}, "top_logprobs", "'logprobs' is true"),
     (CHAT, {"logit_bias": {"Hello": 1}}, "logit_bias", "'Hello'"),
     (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "'-1'"),
+    (CHAT, {"logit_bias": {"7": 1, "07": -1}}, "logit_bias", "'07'"),
     (CHAT, {"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
     (CHAT, {"logit_bias": {"7": 101}}, "logit_bias.7", "between -100 and 100, but it is 101"),
     (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop", "5 strings, more than 4"),
@@ -266,6 +268,11 @@ MESSAGE_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}, ".tool_calls", "unsupported"),
     ({"role": "assistant", "refusal": "no"}, ".refusal", "unsupported"),
     ({"role": "assistant", "audio": {"id": "a"}}, ".audio", "unsupported"),
+    (
+        {"role": "assistant", "content": "x", "annotations": [{"type": "url_citation"}]},
+        ".annotations",
+        "unsupported",
+    ),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -312,3 +312,18 @@ def test_effective_settings_name_every_field() -> None:
     """Each field has a source, in the order of declaration."""
     effective: EffectiveSettings = resolve({}, {})
     assert list(effective.sources) == list(describe()) == list(ServeSettings.__struct_fields__)
+
+
+def test_the_help_names_every_word_that_a_setting_takes() -> None:
+    """A setting that is one of several words says which."""
+    hints = get_type_hints(ServeSettings)
+    words = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    assert {"device", "weights", "scheduler", "log_level"} <= words.keys()
+    for name, its_words in words.items():
+        assert all(word in describe()[name].help for word in its_words), name
+
+
+def test_a_cache_beyond_the_memory_is_refused() -> None:
+    """Memory that the process cannot have is refused before the start, with both sizes."""
+    with pytest.raises(SettingsError, match=r"cache_memory = 1048576TiB: this process can have \d+\.\d GiB"):
+        engine_options(ServeSettings(cache_memory=ByteSize(2**60), device="cpu"))

@@ -161,7 +161,7 @@ def test_v1_needs_a_key(method: str, path: str, headers: dict[str, str]) -> None
         assert client.request(method, path, headers=bearer("key 0"), content=b"").status_code != 401
 
 
-@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/metrics", "/version"])
 def test_health_and_metrics_need_none(path: str) -> None:
     """Probes and scrapers carry no key."""
     with client_of(Tenant(id="a", key_hashes=(HASHES[0],))) as client:

@@ -184,6 +184,7 @@ def counts(tenant: str, sla_class: str, *numbers: int) -> dict[str, Any]:
         ("", "wrong", 401, "invalid_api_key"),
         ("?since=yesterday", "a", 400, "invalid_value"),
         ("?until=2026-02-30", "admin", 400, "invalid_value"),
+        ("?since=2026-02-01&until=2026-01-31", "a", 400, "invalid_value"),
         ("?untill=2026-02-01", "a", 400, "unknown_parameter"),
         ("?tenant=b", "a", 400, "unknown_parameter"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -158,10 +159,19 @@ def measure_quality(options: EngineOptions, settings: QualitySettings, progress:
     )
 
 
+def make_report_folder(folder: Path) -> None:
+    """Before the minutes of measuring: raises `LossError` if nothing could be written there after them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LossError(f"the report cannot be written to {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise LossError(f"the report cannot be written to {folder}: no permission")
+
+
 def write_report(report: QualityReport, folder: Path, text: str, plot: str) -> None:
     """`quality.json`, `quality.md` and `quality.svg`; `LossError` if they cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "quality.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
         (folder / "quality.md").write_text(
             f"{text}\n![Quality against bytes](quality.svg)\n", encoding="utf-8"
