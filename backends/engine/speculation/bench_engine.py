@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -79,16 +79,17 @@ def make_bench_engine(parts: EngineParts, settings: EngineSettings) -> Engine:
     return engine
 
 
-def run_group(
+def answer_group(
     engine: Engine,
     parts: EngineParts,
     group: Sequence[tuple[BenchPrompt, SamplingParams]],
     kind: str,
     plan: SpeculationPlan | None,
     at_once: int,
-) -> GroupRun:
-    """Answer a group, `at_once` requests at a time: the next one begins as soon as one ends. Raises
-    `SystemExit` if a request fails.
+) -> Generator[None, None, GroupRun]:
+    """Answer a group, `at_once` requests at a time, a step for each `next`. Where one ends the next begins.
+
+    Raises `SystemExit` if a request fails.
     """
     waiting = deque(group)
     requests: list[Request] = []
@@ -108,6 +109,7 @@ def run_group(
                 raise SystemExit(f"a request of {kind} failed: {output.event}")
             if isinstance(output.event, Finished):
                 finished.append(output.event)
+        yield
     if not num_tokens:
         raise SystemExit(f"{kind}: {at_once} requests never decoded at once")
     usages = [each.speculation or SpeculationUsage() for each in finished]
@@ -118,6 +120,19 @@ def run_group(
         num_drafted=sum(usage.num_draft_tokens for usage in usages),
         num_accepted=sum(usage.num_accepted_tokens for usage in usages),
     )
+
+
+def run_in_turns(*groups: Generator[None, None, GroupRun]) -> list[GroupRun]:
+    """Answer groups side by side, a step of each in turn: if the machine changes speed it does so for all."""
+    runs: dict[int, GroupRun] = {}
+    while len(runs) < len(groups):
+        for number, group in enumerate(groups):
+            if number not in runs:
+                try:
+                    next(group)
+                except StopIteration as end:
+                    runs[number] = end.value
+    return [runs[number] for number in range(len(groups))]
 
 
 def _add(
