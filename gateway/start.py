@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -93,13 +94,21 @@ def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
         watch=watch,
         usage_store=None if usage_file is None else UsageStore(usage_file),
     )
-    return serve(
-        app,
-        settings.host,
-        settings.port,
-        settings.drain_s,
-        lambda url: _tell(invitation(url, backend.models[0].id)),
-    )
+
+    def on_ready(url: str) -> None:
+        spare_collector()
+        _tell(invitation(url, backend.models[0].id))
+
+    return serve(app, settings.host, settings.port, settings.drain_s, on_ready)
+
+
+def spare_collector() -> None:
+    """Let the cyclic garbage collector pass over what is there now and stays: libraries and the engine.
+
+    Otherwise all threads stand still now and then while it looks through some 300,000 objects for garbage.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def run_loss(

@@ -11,7 +11,6 @@ import os
 import queue
 import threading
 import time
-import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -375,10 +374,12 @@ class EngineBackend:
         log.error("engine.failed", model=self._model_id, exc_info=error)
         self._status = BackendStatus(BackendState.FAILED, "the engine failed and is being restarted")
         self._loop.call_soon_threadsafe(self._fail, self._engine.keys)
-        # Two caches at once could be more than there is room for: nothing may hold on to the old engine.
-        traceback.clear_frames(error.__traceback__)
+        # Two caches at once could be more than there is room for: nothing may hold on to the old engine, nor
+        # the error's frames to variables that were logged with it.
+        error.__traceback__ = error.__context__ = None
         del self._engine
         self._speculator.restart()
+        gc.unfreeze()
         gc.collect()
         try:
             with self._watchdog.guard():

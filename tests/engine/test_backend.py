@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -165,6 +167,24 @@ def test_a_failed_engine_is_replaced(parts: EngineParts) -> None:
         assert again[1:-1] == healthy[1:-1]
         assert backend.stats.engine_restarts_total == 1
         assert backend.stats.num_blocks_used == 0
+
+    serve(parts, use)
+
+
+def test_a_failed_engine_leaves_no_memory_behind(parts: EngineParts) -> None:
+    """It is gone before the next one is built, even where the collector was told to pass it over."""
+
+    async def use(backend: EngineBackend) -> None:
+        failed = weakref.ref(backend._engine)
+        gc.freeze()
+        try:
+            FragileEngine.refusing.set()
+            with pytest.raises(EngineFailed):
+                await collect(backend, request())
+            await until(lambda: backend.status.state is BackendState.READY)
+            assert failed() is None
+        finally:
+            gc.unfreeze()
 
     serve(parts, use)
 
@@ -385,6 +405,7 @@ def test_stopping_ends_what_runs(parts: EngineParts) -> None:
 
 HANG = """
 import threading
+import weakref
 from surefoot.backends.engine.backend import _exit_hung
 from surefoot.backends.engine.watchdog import Watchdog
 watchdog = Watchdog(0.2, _exit_hung)

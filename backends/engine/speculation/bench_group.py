@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from msgspec import Struct
 
@@ -44,16 +44,17 @@ class GroupRun(Struct, frozen=True, kw_only=True):
         return self.seconds / self.num_tokens
 
 
-def run_group(
+def answer_group(
     engine: Engine,
     parts: EngineParts,
     group: Sequence[tuple[BenchPrompt, SamplingParams]],
     kind: str,
     plan: SpeculationPlan | None,
     at_once: int,
-) -> GroupRun:
-    """Answer a group, `at_once` requests at a time: the next one begins as soon as one ends. Raises
-    `SystemExit` if a request fails.
+) -> Generator[None, None, GroupRun]:
+    """Answer a group, `at_once` requests at a time, a step for each `next`. Where one ends the next begins.
+
+    Raises `SystemExit` if a request fails.
     """
     waiting = deque(group)
     requests: list[Request] = []
@@ -69,6 +70,7 @@ def run_group(
             seconds += time.perf_counter() - begun_s
             num_tokens += _num_tokens(requests) - num_before
         finished += [each.event for each in outputs if isinstance(each.event, Finished)]
+        yield
     if not num_tokens:
         raise SystemExit(f"{kind}: {at_once} requests never decoded at once")
     usages = [each.speculation or SpeculationUsage() for each in finished]
@@ -79,6 +81,19 @@ def run_group(
         num_drafted=sum(usage.num_draft_tokens for usage in usages),
         num_accepted=sum(usage.num_accepted_tokens for usage in usages),
     )
+
+
+def run_in_turns(*groups: Generator[None, None, GroupRun]) -> list[GroupRun]:
+    """Answer groups side by side, a step of each in turn: if the machine changes speed it does so for all."""
+    runs: dict[int, GroupRun] = {}
+    while len(runs) < len(groups):
+        for number, group in enumerate(groups):
+            if number not in runs:
+                try:
+                    next(group)
+                except StopIteration as end:
+                    runs[number] = end.value
+    return [runs[number] for number in range(len(groups))]
 
 
 def _add(

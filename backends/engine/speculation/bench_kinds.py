@@ -3,11 +3,11 @@
     make bench-speculation
     python -m surefoot.backends.engine.speculation.bench_kinds --help
 
-Sixty prompts in six kinds, and long edits with a prediction. One engine answers every group of requests twice
-in a row, with drafts and without, in turning order; both must give the same tokens. The batch is kept full
-while there are requests left, and only steps in which the whole of it decodes are timed. One group that is
-not measured goes before: shapes of steps are met, and acceptance is learnt. The exit status is 0 if every
-bar is kept, 1 if one is missed.
+Sixty prompts in six kinds, and long edits with a prediction. Two engines on the same weights answer every
+group of requests, one with drafts and one without, a step of each in turn; both must give the same tokens.
+A batch is kept full while there are requests left, and only steps in which the whole of it decodes are
+timed. One group that is not measured goes before: shapes of steps are met, and acceptance is learnt. The
+exit status is 0 if every bar is kept, 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..backend import EngineParts
 from ..bench_engine import MIB, load_bench_parts, make_bench_engine, say
 from ..engine import Engine
 from ..settings import EngineSettings
-from .bench_group import run_group
+from .bench_group import answer_group, run_in_turns
 from .bench_prompts import LONG_EDIT, BenchPrompt, long_edits, plan_of, prompts
 
 NEVER_SLOWER, NEVER_SLOWER_LOW = 0.98, 0.95
@@ -111,58 +111,53 @@ def main(*, job: Job = DEFAULT_JOB) -> int:
 def measure(job: Job, parts: EngineParts) -> list[Row]:
     """All kinds at all batch sizes; long edits one at a time."""
     settings = EngineSettings(cache_bytes=512 * MIB, max_sequences=max(job.batches), headroom=0.0)
-    engine = make_bench_engine(parts, settings)
+    arms = Arms(parts, make_bench_engine(parts, settings), make_bench_engine(parts, settings))
     rows = []
     for kind, asked in {**prompts(), LONG_EDIT: long_edits()}.items():
         if job.kinds and kind not in job.kinds:
             continue
         # Their blocks are then found in the prefix cache, so that both ways begin alike and soon.
-        run_group(engine, parts, [(prompt, prompt.params(2, 0)) for prompt in asked], kind, None, at_once=1)
+        arms.run([(prompt, prompt.params(2, 0)) for prompt in asked], kind, at_once=1)
         for batch in job.batches if kind != LONG_EDIT else (1,):
-            row = _measure_kind(job, engine, parts, kind, asked, batch)
+            row = _measure_kind(job, arms, kind, asked, batch)
             say(_line(row))
             rows.append(row)
     return rows
 
 
-def _measure_kind(
-    job: Job, engine: Engine, parts: EngineParts, kind: str, asked: Sequence[BenchPrompt], batch: int
-) -> Row:
+def _measure_kind(job: Job, arms: Arms, kind: str, asked: Sequence[BenchPrompt], batch: int) -> Row:
     max_tokens = job.output_tokens * TIMES_AS_LONG.get(kind, 1)
     num_groups, size = GROUPS.get(batch, (5, 2 * batch))
     requests = ((prompt, prompt.params(max_tokens, seed)) for seed, prompt in enumerate(cycle(asked)))
-    run_group(engine, parts, list(islice(requests, size)), kind, plan_of(kind), batch)
     pairs = [
-        _run_both(engine, parts, list(islice(requests, size)), kind, batch, drafts_first=number % 2 == 0)
-        for number in range(num_groups + job.more_groups)
+        arms.run(list(islice(requests, size)), kind, at_once=batch)
+        for _ in range(1 + num_groups + job.more_groups)
     ]
-    return _row(kind, batch, pairs)
+    return _row(kind, batch, pairs[1:])
 
 
-def _run_both(
-    engine: Engine,
-    parts: EngineParts,
-    group: Sequence[tuple[BenchPrompt, SamplingParams]],
-    kind: str,
-    batch: int,
-    *,
-    drafts_first: bool,
-) -> Pair:
-    plans = [None, plan_of(kind)]
-    runs = [
-        run_group(engine, parts, group, kind, plan, batch)
-        for plan in (plans[::-1] if drafts_first else plans)
-    ]
-    none, drafts = runs[::-1] if drafts_first else runs
-    if drafts.token_ids != none.token_ids:
-        raise SystemExit(f"{kind}: drafts changed an answer, which must never be")
-    return Pair(
-        num_tokens=none.num_tokens,
-        none_s=none.seconds,
-        drafts_s=drafts.token_s * none.num_tokens,
-        num_drafted=drafts.num_drafted,
-        num_accepted=drafts.num_accepted,
-    )
+class Arms(Struct, frozen=True):
+    """An engine that drafts and one that does not, on the same weights."""
+
+    parts: EngineParts
+    none: Engine
+    drafts: Engine
+
+    def run(self, group: Sequence[tuple[BenchPrompt, SamplingParams]], kind: str, *, at_once: int) -> Pair:
+        """Answer a group on both, a step of each in turn. Raises `SystemExit` if the answers differ."""
+        none, drafts = run_in_turns(
+            answer_group(self.none, self.parts, group, kind, None, at_once),
+            answer_group(self.drafts, self.parts, group, kind, plan_of(kind), at_once),
+        )
+        if drafts.token_ids != none.token_ids:
+            raise SystemExit(f"{kind}: drafts changed an answer, which must never be")
+        return Pair(
+            num_tokens=none.num_tokens,
+            none_s=none.seconds,
+            drafts_s=drafts.token_s * none.num_tokens,
+            num_drafted=drafts.num_drafted,
+            num_accepted=drafts.num_accepted,
+        )
 
 
 def _row(kind: str, batch: int, pairs: list[Pair]) -> Row:

@@ -30,7 +30,7 @@ class StepTable(Struct, frozen=True, kw_only=True):
     """Seconds of a step in which `batch` sequences verify `rows` rows in all, as pairs of rows and seconds.
 
     More rows never take less time: where noise says so, the larger time stands. `tile_rows` is the op set's
-    `row_tile`.
+    `row_tile`; the first row of a tile is measured where the last one of the tile before it is.
     """
 
     seconds: dict[int, list[tuple[int, float]]]
@@ -74,19 +74,28 @@ def measure_table(parts: EngineParts) -> StepTable:
     )
     engine = make_bench_engine(parts, settings)
     make_eager(engine.costs)
-    measured: dict[tuple[int, int], list[float]] = {}
+    tile_rows = parts.ops.row_tile
+    measured: dict[int, dict[int, list[float]]] = {
+        batch: {rows: [] for rows in rows_to_measure(batch, tile_rows)} for batch in BATCHES
+    }
     for number in range(NUM_ROUNDS):
-        for batch in BATCHES:
+        for batch, by_rows in measured.items():
             say(f"round {number + 1} of {NUM_ROUNDS}: steps of {batch} sequences ...")
-            for length in LENGTHS:
-                measured.setdefault((batch, length), []).extend(_step_seconds(engine, batch, length))
-    return table_of(
-        {
-            batch: [(batch * (1 + length), _typical(measured[batch, length])) for length in LENGTHS]
-            for batch in BATCHES
-        },
-        parts.ops.row_tile,
-    )
+            for rows, seconds in by_rows.items():
+                seconds += _step_seconds(engine, batch, rows)
+    typical = {
+        batch: [(rows, _typical(seconds)) for rows, seconds in by_rows.items()]
+        for batch, by_rows in measured.items()
+    }
+    return table_of(typical, tile_rows)
+
+
+def rows_to_measure(batch: int, tile_rows: int) -> list[int]:
+    """Those of every fixed length, in rising order, and of the step that follows where a tile is full."""
+    fixed = [batch * (1 + length) for length in LENGTHS]
+    full = [-(-rows // tile_rows) * tile_rows for rows in fixed] if tile_rows else []
+    edges = [edge for rows in full for edge in (rows, rows + 1) if edge < fixed[-1]]
+    return sorted({*fixed, *edges})
 
 
 def _typical(seconds: list[float]) -> float:
@@ -97,26 +106,30 @@ def _typical(seconds: list[float]) -> float:
 def make_eager(costs: CostModel) -> None:
     """Costs that make every draft pay, whatever it is worth."""
     costs.frozen = True
-    costs.refit(StepCost(fixed_s=1.0, row_s=1e-9, further_row_s=1e-9, sequence_s=0.0, context_s=0.0))
+    costs.refit(StepCost(fixed_s=1.0, row_s=1e-9, sequence_s=0.0, context_s=0.0))
 
 
-def _step_seconds(engine: Engine, batch: int, length: int) -> Iterator[float]:
-    for request in _requests(batch, length):
+def _step_seconds(engine: Engine, batch: int, num_rows: int) -> Iterator[float]:
+    for request in _requests(batch, num_rows):
         engine.add(request)
     while engine.has_work:
         engine.step()
         sample = engine.last_step
         # Prefills have more rows than they sample from.
-        if sample is not None and sample.shape.num_rows == sample.shape.num_sequences == batch * (1 + length):
+        if sample is not None and sample.shape.num_rows == sample.shape.num_sequences == num_rows:
             yield sample.seconds
 
 
-def _requests(batch: int, length: int) -> Iterator[Request]:
-    """As many as run together, each long enough for the steps and a last one that is shorter."""
+def _requests(batch: int, num_rows: int) -> Iterator[Request]:
+    """As many as run together, each long enough for the steps and a last one that is shorter.
+
+    Their drafts differ by a token at most.
+    """
     for number in range(batch):
         prompt = tuple(
             1000 + (number * NUM_PROMPT_TOKENS + place) % 20_000 for place in range(NUM_PROMPT_TOKENS)
         )
+        length = (num_rows - batch + number) // batch
         max_tokens = STEPS_EACH * (1 + length) + 2
         message = GenerateRequest(
             request_id="table",

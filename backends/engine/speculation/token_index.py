@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -28,19 +28,14 @@ class TokenIndex:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._places = [_Places(order) for order in ORDERS]
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append to the text. Runs are indexed only when their continuation is known."""
-        for token_id in token_ids:
-            here = len(self.token_ids)
-            for order in ORDERS:
-                if here >= order:
-                    places = self._places.setdefault(tuple(self.token_ids[here - order :]), [])
-                    places.append(here)
-                    if len(places) > MAX_PLACES:
-                        del places[0]
-            self.token_ids.append(token_id)
+        begin = len(self.token_ids)
+        self.token_ids += token_ids
+        for places in self._places:
+            places.extend(self.token_ids, begin)
 
     def match(self, context: Sequence[int], *, after: int = 0) -> Match | None:
         """The longest run that `context` ends with and that occurred before; of equals the newest.
@@ -48,8 +43,8 @@ class TokenIndex:
         With `after`, of equals the first one at or beyond that position, if there is one.
         """
         best: Match | None = None
-        for order in ORDERS:
-            for position in reversed(self._places.get(tuple(context[-order:]), ())):
+        for places in self._places:
+            for position in places.of(context):
                 length = self._agreement(context, position)
                 if best is None or length > best.length or (length == best.length and position >= after > 0):
                     best = Match(position, length)
@@ -71,3 +66,31 @@ class TokenIndex:
             if self.token_ids[position - 1 - length] != context[-1 - length]:
                 return length
         return limit
+
+
+class _Places:
+    """Where runs of `order` tokens were followed by something: the newest place of each run, and for each
+    place the one before it of the same run, 0 if there is none.
+    """
+
+    def __init__(self, order: int) -> None:
+        self._order = order
+        self._newest: dict[tuple[int, ...], int] = {}
+        self._earlier = [0] * order
+
+    def extend(self, text: list[int], begin: int) -> None:
+        """The text has grown from `begin` tokens."""
+        order, newest, earlier = self._order, self._newest, self._earlier
+        for place in range(max(begin, order), len(text)):
+            run = tuple(text[place - order : place])
+            earlier.append(newest.get(run, 0))
+            newest[run] = place
+
+    def of(self, context: Sequence[int]) -> Iterator[int]:
+        """At most `MAX_PLACES`, the newest first."""
+        place = self._newest.get(tuple(context[-self._order :]), 0)
+        for _ in range(MAX_PLACES):
+            if not place:
+                return
+            yield place
+            place = self._earlier[place]
