@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from surefoot.bench.bars import turned
 from surefoot.bench.client import Collector, HttpClient
 from surefoot.bench.errors import BenchError
 from surefoot.bench.machine import describe_machine
@@ -22,13 +23,11 @@ from surefoot.bench.peers_memory import resident_bytes
 from surefoot.bench.peers_plot import Panel, plot
 from surefoot.bench.peers_rounds import (
     PeerRound,
-    PeersJob,
     PeersResult,
     find_contenders,
     measure_peers,
-    turned,
 )
-from surefoot.bench.peers_servers import LLAMA, OURS, TRANSFORMERS, VLLM
+from surefoot.bench.peers_servers import LLAMA, OURS, TRANSFORMERS, VLLM, PeersJob
 
 from .scripted_server import Call, scripted
 
@@ -75,7 +74,7 @@ def stand_in(file: Path) -> Path:
         file,
         '[ "$1" = --version ] && { echo "version: 9" >&2; exit; }\n'
         'for port in "$@"; do :; done\n'
-        f'exec "{sys.executable}" "{STUB}" serve --port="$port" --max-sequences=32 --keep-alive-s=10',
+        f'exec "{sys.executable}" "{STUB}" serve --max-sequences=32 --keep-alive-s=10 --port "$port"',
     )
 
 
