@@ -403,6 +403,8 @@ def build_cli(environ: Mapping[str, str]) -> App:
 
 
 def _serve(effective: EffectiveSettings) -> int:
+    from surefoot.policies.registry import PolicyError
+
     from .sla import ClassesError
     from .start import run_gateway  # Torch takes seconds to import.
     from .tenant_files import TenantFileError
@@ -410,7 +412,7 @@ def _serve(effective: EffectiveSettings) -> int:
 
     try:
         return run_gateway(effective.settings, effective.usage_file)
-    except (TenantFileError, ClassesError, UsageError, ModelNotFound) as error:
+    except (PolicyError, TenantFileError, ClassesError, UsageError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
 
 

@@ -34,7 +34,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
 
     `cost` is a file of step costs (None: what the model's server kept, else measured now), `gpu` a device of
     `GPUS` with Llama-3.1-8B instead; `cache_blocks` None is what the server had or the device has room for.
-    All requests have `cache_format`. `ValueError` for what is of no use.
+    All requests have `cache_format`. `TraceError` for what is of no use.
     """
 
     trace: Path | None = None
@@ -55,12 +55,12 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
             ("cache_format", self.cache_format, PLAN_FORMATS),
         ):
             if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(filter(None, known))}, got {value}")
+                raise TraceError(f"{name} must be one of {', '.join(filter(None, known))}, got {value}")
         if self.gpu is not None and (self.cost is not None or self.speed != 1):
-            raise ValueError("gpu says what steps cost: leave cost and speed out")
+            raise TraceError("gpu says what steps cost: leave cost and speed out")
         for name in ("duration", "prompt_tokens", "output_tokens", "speed", "cache_blocks"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value:g}")
+                raise TraceError(f"{name} must be above 0, got {value:g}")
 
 
 def simulate_machine(
