@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.device import find_device
@@ -20,9 +19,10 @@ from surefoot.backends.engine.model_errors import DeviceNotFound, ModelError, Mo
 from surefoot.backends.engine.quality.measure import QualitySettings, measure_quality, write_report
 from surefoot.backends.engine.quality.report import report_plot
 from surefoot.backends.engine.quality.report import report_text as quality_text
-from surefoot.backends.engine.simulation import SimulationSettings as SimulationSettings  # for the command
-from surefoot.backends.engine.simulation import simulate_machine
+from surefoot.backends.engine.settings import EngineSettings
+from surefoot.backends.engine.simulation import SimulationSettings, simulate_machine
 from surefoot.backends.engine.simulation_report import report_text as simulation_text
+from surefoot.backends.engine.speculation.settings import SpeculationSettings
 from surefoot.backends.engine.start import EngineOptions, make_backend
 from surefoot.backends.engine.trace import Promise, TraceError
 from surefoot.backends.engine.weight_mode import WeightMode
@@ -39,22 +39,6 @@ from .tenant_folder import TenantFolder
 from .tenant_watch import TenantWatch
 from .tenants import Tenants, local_tenant
 from .usage_store import UsageStore
-
-SHARED_WITH_ENGINE = (
-    "cache_dir",
-    "headroom",
-    "max_batched_tokens",
-    "max_draft",
-    "max_model_len",
-    "max_sequences",
-    "max_waiting",
-    "max_waiting_s",
-    "scheduler",
-    "synthetic_acceptance",
-    "threads",
-    "watchdog_s",
-)
-"""Settings that reach the engine under their own name."""
 
 EXIT_NO_MODEL = 1
 """The exit status for a model that cannot be loaded."""
@@ -178,21 +162,35 @@ def load_tenants(
 
 def engine_options(settings: ServeSettings) -> EngineOptions:
     """What of the settings concerns the engine. Raises `SettingsError` where the device is not there."""
-    values = asdict(settings)
     try:
         device = find_device(settings.device)
     except DeviceNotFound as error:
         raise SettingsError(str(error)) from error
     return EngineOptions(
-        device=device,
         model=locate_model(settings.model),
         model_id=settings.served_model_id or default_model_id(settings.model),
+        cache_dir=settings.cache_dir,
+        settings=EngineSettings(
+            cache_bytes=settings.cache_memory,
+            max_model_len=settings.max_model_len,
+            max_sequences=settings.max_sequences,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_waiting=settings.max_waiting,
+            prefix_cache=settings.prefix_cache == "on",
+            max_waiting_s=settings.max_waiting_s,
+            headroom=settings.headroom,
+            watchdog_s=settings.watchdog_s,
+            speculation=SpeculationSettings(
+                max_draft=settings.max_draft,
+                synthetic_acceptance=settings.synthetic_acceptance,
+                draft_cache_bytes=settings.draft_cache_memory,
+            ),
+        ),
+        device=device,
         weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),
-        cache_bytes=settings.cache_memory,
+        threads=settings.threads,
+        scheduler=settings.scheduler,
         draft_model=None if settings.draft_model is None else locate_model(settings.draft_model),
-        draft_cache_bytes=settings.draft_cache_memory,
-        prefix_cache=settings.prefix_cache == "on",
-        **{name: values[name] for name in SHARED_WITH_ENGINE},
     )
 
 

@@ -28,7 +28,7 @@ from .engine import Engine, EngineCounters
 from .loss_errors import LossError
 from .loss_text import read_text
 from .settings import EngineSettings
-from .start import EngineOptions, Progress, engine_settings, load_parts
+from .start import EngineOptions, Progress, load_parts
 from .tokenizer import Tokenizer
 from .weight_mode import WeightMode
 
@@ -230,7 +230,7 @@ def _limits(options: EngineOptions, parts: EngineParts, settings: LossSettings) 
     """The server's limits, with a cache for the one window that is scored at a time."""
     num_blocks = settings.window // BLOCK_TOKENS + 1
     block_bytes = bytes_of_block(parts.loaded.model, parts.cache_dtype)
-    return engine_settings(replace(options, cache_bytes=num_blocks * block_bytes))
+    return replace(options.settings, cache_bytes=num_blocks * block_bytes)
 
 
 def _prompt_logprobs(

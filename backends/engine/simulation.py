@@ -14,7 +14,6 @@ from .cache_rule import FULL_NAME, PLAN_FORMATS
 from .engine import Engine, EngineCounters
 from .gpu_times import GPUS, GpuTimes
 from .machine_file import MachineCost, load_machine, save_machine
-from .settings import EngineSettings
 from .simulation_report import SimulationReport, report_of
 from .simulator import Machine, gpu_machine, simulate
 from .start import SCHEDULERS, EngineOptions, Progress, cost_file, engine_settings, load_parts
@@ -73,16 +72,7 @@ def simulate_machine(
     `ModelError`.
     """
     trace = trace_of(what, promises)
-    settings = EngineSettings(
-        cache_bytes=1,  # The blocks are given; nothing is stored in them.
-        max_sequences=options.max_sequences,
-        max_batched_tokens=options.max_batched_tokens,
-        max_prefill_chunk=options.max_prefill_chunk,
-        max_waiting=options.max_waiting,
-        max_waiting_s=options.max_waiting_s,
-        headroom=options.headroom,
-        prefix_cache=options.prefix_cache,
-    )
+    settings = options.settings
     if what.gpu is not None:
         machine = gpu_machine(GpuTimes(GPUS[what.gpu]), settings, what.cache_blocks)
     else:
