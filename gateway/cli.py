@@ -313,20 +313,24 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def build_cli(environ: Mapping[str, str]) -> App:
     """The commands, for an environment."""
-    flags_type, loss_flags_type = _flags_type(describe()), _flags_type(LOSS_SETTINGS)
-    simulate_flags_type, usage_flags_type = _flags_type(SIMULATE_SETTINGS), _flags_type(USAGE_SETTINGS)
-    quality_flags_type = _flags_type(QUALITY_SETTINGS)
-    no_flags, no_loss_flags, no_quality_flags = flags_type(), loss_flags_type(), quality_flags_type()
-    no_simulate_flags, no_usage_flags = simulate_flags_type(), usage_flags_type()
     app = App(name="surefoot", help=ABOUT, version=lambda: version("surefoot"), help_format="plaintext")
-    key = App(name="key", help=KEY)
 
-    def serve(*, config: ConfigFlag = None, flags: Any = no_flags) -> int:
-        return _serve(resolve(_given(flags), environ, config))
+    def settled(flags: Any, config: Path | None) -> EffectiveSettings:
+        given = (
+            {} if flags is None else {name: text for name, text in asdict(flags).items() if text is not None}
+        )
+        return resolve(given, environ, config)
 
-    def show_config(*, json: JsonFlag = False, config: ConfigFlag = None, flags: Any = no_flags) -> None:
-        effective = resolve(_given(flags), environ, config)
+    def serve(*, config: ConfigFlag = None, flags: Any = None) -> int:
+        return _serve(settled(flags, config))
+
+    def show_config(*, json: JsonFlag = False, config: ConfigFlag = None, flags: Any = None) -> None:
+        effective = settled(flags, config)
         _say(_config_json(effective) if json else _config_table(effective))
+
+    def models(*, json: JsonFlag = False, config: ConfigFlag = None) -> None:
+        cache_dir = settled(None, config).settings.cache_dir
+        _say(_models_json(cache_dir) if json else _models_text(cache_dir))
 
     def usage(
         *,
@@ -334,13 +338,11 @@ def build_cli(environ: Mapping[str, str]) -> App:
         until: DayFlag = None,
         json: JsonFlag = False,
         config: ConfigFlag = None,
-        flags: Any = no_usage_flags,
+        flags: Any = None,
     ) -> None:
-        _say(_usage(resolve(_given(flags), environ, config), since, until, as_json=json))
+        _say(_usage(settled(flags, config), since, until, as_json=json))
 
-    def models(*, json: JsonFlag = False, config: ConfigFlag = None) -> None:
-        cache_dir = resolve({}, environ, config).settings.cache_dir
-        _say(_models_json(cache_dir) if json else _models_text(cache_dir))
+    # Torch, which `start` brings along, takes seconds to import.
 
     def loss(
         *,
@@ -349,11 +351,11 @@ def build_cli(environ: Mapping[str, str]) -> App:
         window: WindowFlag = 1024,
         json: JsonFlag = False,
         config: ConfigFlag = None,
-        flags: Any = no_loss_flags,
+        flags: Any = None,
     ) -> int:
-        from .start import run_loss  # Torch takes seconds to import.
+        from .start import run_loss
 
-        return run_loss(resolve(_given(flags), environ, config).settings, text, tokens, window, as_json=json)
+        return run_loss(settled(flags, config).settings, text, tokens, window, as_json=json)
 
     def quality(
         *,
@@ -362,11 +364,11 @@ def build_cli(environ: Mapping[str, str]) -> App:
         output: OutputFlag = None,
         json: JsonFlag = False,
         config: ConfigFlag = None,
-        flags: Any = no_quality_flags,
+        flags: Any = None,
     ) -> int:
-        from .start import run_quality  # Torch takes seconds to import.
+        from .start import run_quality
 
-        settings = resolve(_given(flags), environ, config).settings
+        settings = settled(flags, config).settings
         return run_quality(settings, {"files": text, **asdict(what)}, output, as_json=json)
 
     def simulate(
@@ -374,29 +376,27 @@ def build_cli(environ: Mapping[str, str]) -> App:
         what: SimulateFlags = DEFAULT_SIMULATION,
         json: JsonFlag = False,
         config: ConfigFlag = None,
-        flags: Any = no_simulate_flags,
+        flags: Any = None,
     ) -> int:
-        return _simulate(what, resolve(_given(flags), environ, config), as_json=json)
+        from .start import run_simulation
 
-    # The types exist only now, so they cannot stand in the signatures.
-    for command, its_type in (
-        (serve, flags_type),
-        (show_config, flags_type),
-        (loss, loss_flags_type),
-        (quality, quality_flags_type),
-        (usage, usage_flags_type),
-        (simulate, simulate_flags_type),
+        return run_simulation(settled(flags, config).settings, asdict(what), as_json=json)
+
+    for command, name, text, settings in (
+        (serve, "serve", SERVE, describe()),
+        (show_config, "config", CONFIG, describe()),
+        (models, "models", MODELS, ()),
+        (usage, "usage", USAGE, USAGE_SETTINGS),
+        (loss, "loss", LOSS, LOSS_SETTINGS),
+        (quality, "quality", QUALITY, QUALITY_SETTINGS),
+        (simulate, "simulate", SIMULATE, SIMULATE_SETTINGS),
     ):
-        command.__annotations__["flags"] = Annotated[its_type, Parameter(name="*")]
-    app.command(serve, name="serve", help=SERVE)
-    app.command(show_config, name="config", help=CONFIG)
-    app.command(models, name="models", help=MODELS)
-    app.command(usage, name="usage", help=USAGE)
-    app.command(loss, name="loss", help=LOSS)
-    app.command(quality, name="quality", help=QUALITY)
-    app.command(simulate, name="simulate", help=SIMULATE)
+        if settings:
+            # The type exists only now, so it cannot stand in the signature.
+            command.__annotations__["flags"] = Annotated[_flags_type(settings), Parameter(name="*")]
+        app.command(command, name=name, help=text)
+    app.command(key := App(name="key", help=KEY))
     key.command(_key_new, name="new", help=KEY_NEW)
-    app.command(key)
     app.command(build_bench_app())
     app.command(build_policy_app(environ))
     return app
@@ -414,12 +414,6 @@ def _serve(effective: EffectiveSettings) -> int:
         return run_gateway(effective.settings, effective.usage_file)
     except (PolicyError, TenantFileError, ClassesError, UsageError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
-
-
-def _simulate(what: SimulateFlags, effective: EffectiveSettings, *, as_json: bool) -> int:
-    from .start import run_simulation  # Torch takes seconds to import.
-
-    return run_simulation(effective.settings, asdict(what), as_json=as_json)
 
 
 def _key_new() -> None:
@@ -489,10 +483,6 @@ def _flags_type(names: Collection[str]) -> Any:
     # cyclopts looks for a class's members only where its module is not one of Python's.
     flags_type.__module__ = __name__
     return flags_type
-
-
-def _given(flags: Any) -> dict[str, str]:
-    return {name: value for name, value in asdict(flags).items() if value is not None}
 
 
 def _config_table(effective: EffectiveSettings) -> str:
