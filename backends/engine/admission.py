@@ -24,17 +24,14 @@ def admit(
     prompt_token_ids: tuple[int, ...],
     *,
     key: int,
-    max_model_len: int,
+    space: CacheSpace,
     vocab_size: int,
     now_s: float,
     prediction_token_ids: tuple[int, ...] = (),
-    space: CacheSpace | None = None,
 ) -> Request:
-    """Check a request against the model; raises `RequestError`.
+    """Check a request against model and cache; raises `RequestError`.
 
-    `max_model_len` bounds contexts in full precision; `space` says what a plan with a quantised format
-    may hold, and has to be given if there are such. Without `max_tokens` a choice may fill the context.
-    Without a seed one is drawn.
+    Without `max_tokens` a choice may fill the context. Without a seed one is drawn.
     """
     params = message.params
     if not prompt_token_ids:
@@ -43,8 +40,8 @@ def admit(
     _check_token_ids("logit_bias", params.logit_bias, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     num_prompt = len(prompt_token_ids)
-    limit = context_limit(message.plan.cache, max_model_len, space)
-    longest = max_model_len if space is None else space.longest(message.plan.cache, num_prompt)
+    limit = context_limit(message.plan.cache, space)
+    longest = space.longest(message.plan.cache, num_prompt)
     room = min(limit, longest) - num_prompt
     if room < (1 if params.max_tokens is None else params.max_tokens):
         asked = "" if params.max_tokens is None else f" and max_tokens asks for {params.max_tokens} more"
@@ -65,15 +62,14 @@ def admit(
     )
 
 
-def context_limit(plan: CachePlan, max_model_len: int, space: CacheSpace | None) -> int:
+def context_limit(plan: CachePlan, space: CacheSpace) -> int:
     """The longest that a plan lets prompt and output be together, whatever the cache then has room for.
 
     Raises `RequestError` for a format that there is not.
     """
     if plan.format not in PLAN_FORMATS:
         raise RequestError(f"the plan's cache format {plan.format!r} is none of {', '.join(PLAN_FORMATS)}")
-    is_full = space is None or space.rule(plan, 1) is None
-    model_len = max_model_len if is_full or space is None else space.max_context
+    model_len = space.max_full if space.rule(plan, 1) is None else space.max_context
     return model_len if plan.max_context is None else min(plan.max_context, model_len)
 
 

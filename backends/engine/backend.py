@@ -148,8 +148,8 @@ class EngineBackend:
         self._published_s = -math.inf
         self._last_key = -1
         """Of the requests that the engine took."""
-        self._max_model_len: int | None = None
         self._space: CacheSpace | None = None
+        """Of the loaded model's cache."""
         self._formats: tuple[FormatStats, ...] = ()
         self._format_totals: tuple[FormatTotal, ...] = ()
         self._thread: threading.Thread | None = None
@@ -158,9 +158,9 @@ class EngineBackend:
     @property
     def models(self) -> Sequence[ModelCard]:
         """The one model; empty until it is loaded."""
-        if self._max_model_len is None:
+        if self._space is None:
             return ()
-        return (ModelCard(id=self._model_id, created=self._created, max_model_len=self._max_model_len),)
+        return (ModelCard(id=self._model_id, created=self._created, max_model_len=self._space.max_full),)
 
     @property
     def status(self) -> BackendStatus:
@@ -196,7 +196,7 @@ class EngineBackend:
         except Exception as error:
             self._status = BackendStatus(BackendState.FAILED, f"the model could not be loaded: {error}")
             raise
-        self._max_model_len, self._space = self._engine.max_model_len, self._engine.cache_space
+        self._space = self._engine.cache_space
         if (rates := self._settings.speculation.synthetic_acceptance) is not None:
             log.warning("speculation.synthetic", model=self._model_id, rates=rates)
         self._publish()
@@ -224,20 +224,19 @@ class EngineBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Backend.generate`."""
-        max_model_len = self._check_open()
+        space = self._check_open()
         self._door.check_room(request.priority)
-        longest = context_limit(request.plan.cache, max_model_len, self._space)
+        longest = context_limit(request.plan.cache, space)
         tokens = await asyncio.to_thread(self._encode, request, longest)
         self._check_open()
         admitted = admit(
             request,
             tokens.prompt,
             key=next(self._keys),
-            max_model_len=max_model_len,
+            space=space,
             vocab_size=self._parts.loaded.model.config.vocab_size,
             now_s=self._clock(),
             prediction_token_ids=tokens.prediction,
-            space=self._space,
         )
         self._door.check(request)
         events: Mailbox[Event | BackendError] = Mailbox(self._loop)
@@ -260,13 +259,13 @@ class EngineBackend:
             if not self._streams:
                 self._rested.set()
 
-    def _check_open(self) -> int:
-        """Raise `Unavailable`, or return the longest context that is served."""
+    def _check_open(self) -> CacheSpace:
+        """Raise `Unavailable`, or return what bounds contexts."""
         if self._status.state is BackendState.FAILED:
             raise EngineFailed(self._status.detail)
-        if self._status.state is not BackendState.READY or self._max_model_len is None:
+        if self._status.state is not BackendState.READY or self._space is None:
             raise NotReady(self._status.detail)
-        return self._max_model_len
+        return self._space
 
     def _encode(self, request: GenerateRequest, max_model_len: int) -> _Tokens:
         prompt = self._encode_prompt(request.prompt, max_model_len)

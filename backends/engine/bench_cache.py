@@ -25,7 +25,6 @@ from msgspec import Struct
 from surefoot.backends.errors import BackendError
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
 
-from .admission import admit
 from .backend import EngineParts
 from .cache_rule import BOUNDARY_TOKENS, FULL_NAME, CacheSpace
 from .cost_model import StepCost
@@ -263,16 +262,7 @@ def _add(
         params=SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True),
         plan=ServingPlan(name=cache_format, cache=CachePlan(format=cache_format)),
     )
-    request = admit(
-        message,
-        prompt,
-        key=key,
-        max_model_len=engine.max_model_len,
-        vocab_size=vocab_size,
-        now_s=time.perf_counter(),
-        space=engine.cache_space,
-    )
-    engine.add(request)
+    engine.submit(message, prompt, key=key)
 
 
 def _run(engine: Engine) -> None:

@@ -26,7 +26,6 @@ from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .admission import admit
 from .backend import PUBLISH_EVERY_S, EngineParts
 from .cache_use import formats_of, totals_of
 from .cost_model import CostModel
@@ -228,17 +227,7 @@ def _add(job: Job, engine: Engine, key: int, target_s: float | None) -> None:
         tpot_target_s=target_s,
         flow=str(key % NUM_FLOWS),
     )
-    engine.add(
-        admit(
-            message,
-            prompt,
-            key=key,
-            max_model_len=engine.max_model_len,
-            vocab_size=max(TOKEN_IDS) + 1,
-            now_s=time.monotonic(),
-            space=engine.cache_space,
-        )
-    )
+    engine.submit(message, prompt, key=key)
 
 
 def _publish(engine: Engine, job: Job) -> None:

@@ -18,12 +18,14 @@ from surefoot.backends.types import (
     Event,
     Finished,
     FinishReason,
+    GenerateRequest,
     PromptEcho,
     TextPrompt,
 )
 from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
+from .admission import admit
 from .block_pool import BlockPool
 from .cache_rule import CacheSpace, format_name
 from .choice_stream import ChoiceStream, joined
@@ -98,6 +100,7 @@ class Engine:
         drafts for `loaded`, of the same vocabulary.
         """
         self._tokenizer = loaded.tokenizer
+        self._vocab_size = loaded.model.config.vocab_size
         self._clock = clock
         self._compiles_late = ops.is_asynchronous
         """A GPU's kernels are compiled when they are first launched, which is not what steps cost."""
@@ -145,9 +148,12 @@ class Engine:
                 loaded.model.config.max_model_len,
             ),
         )
-        self.max_model_len = min(self.cache_space.max_context, self.pool.num_blocks * BLOCK_TOKENS)
-        """Tokens of prompt and output in full precision: what model, settings and whole cache allow."""
         self._requests: dict[int, Request] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output in full precision: what model, settings and whole cache allow."""
+        return self.cache_space.max_full
 
     @property
     def has_work(self) -> bool:
@@ -172,6 +178,27 @@ class Engine:
         # What it has learned about arrivals and lengths is about throw-away requests.
         self.scheduler = self._new_scheduler()
         self.last_step = None
+
+    def submit(
+        self,
+        message: GenerateRequest,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        key: int,
+        prediction_token_ids: tuple[int, ...] = (),
+    ) -> Request:
+        """Check a request and queue it; for whoever has no thread between the two. Raises `RequestError`."""
+        request = admit(
+            message,
+            prompt_token_ids,
+            key=key,
+            space=self.cache_space,
+            vocab_size=self._vocab_size,
+            now_s=self._clock(),
+            prediction_token_ids=prediction_token_ids,
+        )
+        self.add(request)
+        return request
 
     def add(self, request: Request) -> None:
         """Queue a request that `admission` has accepted."""

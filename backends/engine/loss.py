@@ -21,7 +21,6 @@ from surefoot.backends.errors import BackendError
 from surefoot.backends.types import GenerateRequest, PromptEcho, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .admission import admit
 from .backend import EngineParts
 from .device_runner import bytes_of_block
 from .engine import Engine, EngineCounters
@@ -187,7 +186,7 @@ def score(
     tell = _score_progress(weights, logprobs.numel(), progress)
     started_s = time.monotonic()
     for number, window in enumerate(windows):
-        predicted = [entry for entry in _prompt_logprobs(engine, parts, number, window) if entry is not None]
+        predicted = [entry for entry in _prompt_logprobs(engine, number, window) if entry is not None]
         logprobs[number] = torch.tensor([logprob for logprob, _ in predicted], dtype=torch.float64)
         argmax[number] = torch.tensor([best for _, best in predicted])
         tell((number + 1) * len(predicted))
@@ -233,9 +232,7 @@ def _limits(options: EngineOptions, parts: EngineParts, settings: LossSettings) 
     return replace(options.settings, cache_bytes=num_blocks * block_bytes)
 
 
-def _prompt_logprobs(
-    engine: Engine, parts: EngineParts, key: int, token_ids: tuple[int, ...]
-) -> list[tuple[float, int] | None]:
+def _prompt_logprobs(engine: Engine, key: int, token_ids: tuple[int, ...]) -> list[tuple[float, int] | None]:
     """Each token's log-probability and the likeliest token in its place; None for the first one."""
     message = GenerateRequest(
         request_id=str(key),
@@ -244,17 +241,7 @@ def _prompt_logprobs(
         params=SamplingParams(logprobs=1, max_tokens=0),
         echo=True,
     )
-    vocab_size = parts.loaded.config.vocab_size
-    engine.add(
-        admit(
-            message,
-            token_ids,
-            key=key,
-            max_model_len=engine.max_model_len,
-            vocab_size=vocab_size,
-            now_s=time.monotonic(),
-        )
-    )
+    engine.submit(message, token_ids, key=key)
     entries: list[tuple[float, int] | None] = []
     while engine.has_work:
         for output in engine.step():

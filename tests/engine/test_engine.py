@@ -222,7 +222,6 @@ def test_one_faulty_row_ends_one_request(parts: EngineParts) -> None:
 
 def test_a_deadline_ends_a_request(parts: EngineParts) -> None:
     """A request whose deadline has passed gets `DeadlineExceeded`, and its blocks are free."""
-    from surefoot.backends.engine.admission import admit
     from surefoot.backends.types import GenerateRequest, TokenPrompt
 
     engine = make_engine(parts)
@@ -234,7 +233,7 @@ def test_a_deadline_ends_a_request(parts: EngineParts) -> None:
         deadline_s=60.0,
     )
     now = engine._clock()
-    engine.add(admit(message, (1,), key=0, max_model_len=8192, vocab_size=49152, now_s=now))
+    engine.submit(message, (1,), key=0)
     assert not any(isinstance(output.event, DeadlineExceeded) for output in engine.step())
     engine._clock = lambda: now + 61.0
     outputs = engine.step()

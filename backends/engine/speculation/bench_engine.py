@@ -24,7 +24,6 @@ from surefoot.backends.types import (
     TokenPrompt,
 )
 
-from ..admission import admit
 from ..backend import EngineParts
 from ..engine import Engine, EngineCounters
 from ..sequence import Request
@@ -140,17 +139,8 @@ def _add(
         plan=BASELINE_PLAN if plan is None else ServingPlan(name="drafts", speculation=plan),
         kind=kind,
     )
-    request = admit(
-        message,
-        token_ids,
-        key=next(_keys),
-        max_model_len=engine.max_model_len,
-        vocab_size=parts.loaded.model.config.vocab_size,
-        now_s=time.perf_counter(),
-        prediction_token_ids=tuple(tokenizer.encode(prompt.prediction, add_special_tokens=False)),
-    )
-    engine.add(request)
-    return request
+    prediction = tuple(tokenizer.encode(prompt.prediction, add_special_tokens=False))
+    return engine.submit(message, token_ids, key=next(_keys), prediction_token_ids=prediction)
 
 
 def _all_decode(engine: Engine, at_once: int) -> bool:
