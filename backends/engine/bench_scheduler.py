@@ -22,7 +22,6 @@ import msgspec
 from cyclopts import App, Parameter
 from msgspec import Struct
 
-from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
@@ -37,7 +36,7 @@ from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler, ScheduledChunk, Scheduler
 from .scheduler_load import UnitCost, load_of, view_of
 from .settings import EngineSettings
-from .start import EngineOptions, load_parts
+from .speculation.bench_engine import load_bench_parts, say
 
 SHARE_BAR = 0.03
 NUM_PROMPT_TOKENS = 128
@@ -105,13 +104,8 @@ DEFAULT_JOB = Job()
 
 def main(*, job: Job = DEFAULT_JOB) -> int:
     """Print what deciding a step takes, and its share of the step."""
-    options = EngineOptions(
-        model=locate_model(job.model),
-        model_id=default_model_id(job.model),
-        cache_dir=job.cache_dir.expanduser(),
-        threads=job.threads,
-    )
-    results = measure(job, load_parts(options, _say))
+    parts = load_bench_parts(job.model, job.cache_dir, job.threads)
+    results = measure(job, parts)
     sys.stdout.write(text_of(results))
     if job.output is not None:
         job.output.write_bytes(msgspec.json.encode(results) + b"\n")
@@ -122,7 +116,7 @@ def measure(job: Job, parts: EngineParts) -> list[Measured]:
     """Each scheduler on an engine of its own."""
     results: list[Measured] = []
     for case in CASES:
-        _say(f"{case.name} ...")
+        say(f"{case.name} ...")
         step_s = median(results[-1].step_s) if results else 0.0
         results.append(_measure(job, parts, case, step_s))
     return results
@@ -243,10 +237,6 @@ def _seconds(work: Callable[[], object]) -> float:
     begun_s = time.perf_counter()
     work()
     return time.perf_counter() - begun_s
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 if __name__ == "__main__":
