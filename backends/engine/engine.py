@@ -209,15 +209,17 @@ class Engine:
         )
         self._prefix_cache.enter(request)
         continues = not isinstance(request.message.prompt, ChatPrompt)
-        for choice in range(params.n):
-            detokenizer = self._tokenizer.detokenizer(continues=continues)
-            stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
-            sequence = Sequence(request, choice, stream)
-            request.sequences.append(sequence)
-            if choice > 0 and request.shares_prompt:
-                sequence.status = SequenceStatus.HELD
-            else:
-                self.scheduler.add(sequence)
+        streams = (
+            ChoiceStream(
+                choice,
+                self._tokenizer.detokenizer(continues=continues),
+                params.stop,
+                has_logprobs=params.logprobs is not None,
+            )
+            for choice in range(params.n)
+        )
+        for sequence in request.branch(streams):
+            self.scheduler.add(sequence)
 
     def abort(self, key: int) -> None:
         """Forget a request and free its blocks; one that has ended already is no error."""
@@ -365,15 +367,8 @@ class Engine:
             seq.num_committed += chunk.num_tokens
             self._prefix_cache.publish(seq)
             if seq.num_committed >= seq.num_prompt_tokens and not seq.request.has_run_prompt:
-                self._prompt_ran(seq.request)
-
-    def _prompt_ran(self, request: Request) -> None:
-        """The prompt is in the cache: the choices that were held can begin with it."""
-        request.has_run_prompt = True
-        for sequence in request.sequences:
-            if sequence.status is SequenceStatus.HELD:
-                sequence.status = SequenceStatus.WAITING
-                self.scheduler.add(sequence)
+                for held in seq.request.prompt_ran():
+                    self.scheduler.add(held)
 
     def _postprocess(self, chunk: ScheduledChunk, results: list[Sampled | Exception]) -> list[Output]:
         """Turn a chunk's tokens into events. Whatever goes wrong here ends this request alone."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from surefoot.backends.engine.block_pool import BlockPool
-from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.cost_model import CostModel, StepCost, StepShape
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import PrefixCache
@@ -13,23 +12,13 @@ from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk
 from surefoot.backends.engine.sequence import Request, Sequence
 from surefoot.backends.engine.settings import EngineSettings
-from surefoot.backends.engine.simulator import VirtualClock
+from surefoot.backends.engine.simulator import VirtualClock, without_text
 from surefoot.backends.types import GenerateRequest, TokenPrompt
 
 SCHEDULERS: tuple[MakeScheduler, ...] = (FirstComeScheduler, PromiseScheduler)
 
 COST = StepCost(fixed_s=0.01, row_s=0.001, further_row_s=0.001, sequence_s=0.0, context_s=0.0)
 """10 ms a step and 1 ms a row, so that expectations can be computed in the head."""
-
-
-class NoText:
-    """A detokeniser for tests that look at token counts alone."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 class Driver:
@@ -56,8 +45,7 @@ class Driver:
             seed=0,
             arrived_s=self.clock.now_s,
         )
-        sequence = Sequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
-        request.sequences.append(sequence)
+        (sequence,) = request.branch(without_text(1))
         self.scheduler.add(sequence)
         return sequence
 

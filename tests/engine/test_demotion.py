@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from surefoot.backends.engine.block_pool import BlockPool
 from surefoot.backends.engine.cache_rule import MIXED_NAME, PLAN_FORMATS, CacheRule, CacheSpace
-from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.cost_model import CostModel
 from surefoot.backends.engine.demotion import Move, Places
 from surefoot.backends.engine.first_come import FirstComeScheduler
@@ -22,11 +21,11 @@ from surefoot.backends.engine.prefix_cache import PrefixCache
 from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk
 from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
-from surefoot.backends.engine.simulator import VirtualClock
+from surefoot.backends.engine.simulator import VirtualClock, without_text
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, FULL, BlockLayout, CacheFormat
 
-from .schedules import SCHEDULERS, NoText
+from .schedules import SCHEDULERS
 
 LAYOUT = BlockLayout(num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 PLANS = tuple(
@@ -81,13 +80,8 @@ class World:
         request.cache_rule = self.space.rule(plan, len(prompt))
         self.cache.enter(request)
         self.requests.append(request)
-        for choice in range(n):
-            sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
-            request.sequences.append(sequence)
-            if choice and request.shares_prompt:
-                sequence.status = SequenceStatus.HELD
-            else:
-                self.scheduler.add(sequence)
+        for sequence in request.branch(without_text(n)):
+            self.scheduler.add(sequence)
 
     def step(self) -> int:
         """One step; returns how many tokens ran."""
@@ -177,10 +171,8 @@ class World:
         sequence.num_committed += chunk.num_tokens
         self.cache.publish(sequence)
         if sequence.num_committed >= sequence.num_prompt_tokens:
-            for other in sequence.request.sequences:
-                if other.status is SequenceStatus.HELD:
-                    other.status = SequenceStatus.WAITING
-                    self.scheduler.add(other)
+            for held in sequence.request.prompt_ran():
+                self.scheduler.add(held)
         if samples:
             sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice)
             if sequence.num_output_tokens >= sequence.request.max_tokens:

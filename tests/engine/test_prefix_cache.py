@@ -8,16 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.backends.engine.block_pool import BlockPool
-from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.cost_model import CostModel
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import PrefixCache
 from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
+from surefoot.backends.engine.simulator import without_text
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
-
-from .schedules import NoText
 
 Content = tuple[object, tuple[int, ...]]
 """Whose tokens, and all of them from the first to the block's newest: what K and V depend on."""
@@ -60,13 +58,8 @@ class World:
         request = Request(message, prompt.token_ids, key=key, max_tokens=max_tokens, seed=0, arrived_s=0.0)
         self.requests.append(request)
         self.cache.enter(request)
-        for choice in range(n):
-            sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
-            request.sequences.append(sequence)
-            if choice and request.shares_prompt:
-                sequence.status = SequenceStatus.HELD
-            else:
-                self.scheduler.add(sequence)
+        for sequence in request.branch(without_text(n)):
+            self.scheduler.add(sequence)
         return request
 
     def preempt(self, sequence: Sequence) -> None:
@@ -85,7 +78,8 @@ class World:
             sequence.num_committed += chunk.num_tokens
             self.cache.publish(sequence)
             if sequence.num_committed >= sequence.num_prompt_tokens:
-                self._queue_choices(sequence.request)
+                for held in sequence.request.prompt_ran():
+                    self.scheduler.add(held)
             if samples:
                 sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice % 2)
                 if sequence.num_output_tokens >= sequence.request.max_tokens:
@@ -100,13 +94,6 @@ class World:
         assert self.pool.num_used == 0
         statuses = {sequence.status for request in self.requests for sequence in request.sequences}
         assert statuses == {SequenceStatus.FINISHED}
-
-    def _queue_choices(self, request: Request) -> None:
-        request.has_run_prompt = True
-        for sequence in request.sequences:
-            if sequence.status is SequenceStatus.HELD:
-                sequence.status = SequenceStatus.WAITING
-                self.scheduler.add(sequence)
 
     def _run(self, sequence: Sequence, num_tokens: int) -> None:
         """Read what is committed, write what is new."""
