@@ -1,9 +1,11 @@
-"""What the engine takes in: a message and its prompt as tokens become a `Request`, or are refused."""
+"""What the engine takes in: a message's texts become tokens, and with them a `Request`, or are refused."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+
+from msgspec import Struct
 
 from surefoot.backends.errors import ContextTooLong, InvalidPrompt, RequestError
 from surefoot.backends.types import (
@@ -17,6 +19,7 @@ from surefoot.backends.types import (
 
 from .cache_rule import PLAN_FORMATS, CacheSpace
 from .sequence import Request
+from .tokenizer import Tokenizer
 
 
 def admit(
@@ -84,7 +87,51 @@ def _what_holds(plan: CachePlan, limit: int, longest: int, num_prompt: int) -> s
     return f"the context holds at most {limit} tokens"
 
 
-def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> None:
+class Tokens(Struct, frozen=True):
+    """A request's texts as tokens."""
+
+    prompt: tuple[int, ...]
+    prediction: tuple[int, ...]
+
+
+def encode(request: GenerateRequest, tokenizer: Tokenizer, longest: int) -> Tokens:
+    """Tokenise a request whose context may have up to `longest` tokens. Slow; raises `RequestError`."""
+    return Tokens(
+        _encode_prompt(request.prompt, tokenizer, longest), _encode_prediction(request, tokenizer, longest)
+    )
+
+
+def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
+    _check_length(prompt, longest, tokenizer.max_token_chars)
+    match prompt:
+        case ChatPrompt(messages):
+            return tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
+        case TextPrompt(text):
+            return tuple(tokenizer.encode(text))
+        case TokenPrompt(token_ids):
+            return token_ids
+
+
+def _encode_prediction(request: GenerateRequest, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
+    """Its first tokens, as many as a context holds; none where the plan does not draft from them.
+
+    One that is longer than any context is refused: it is tokenised like a prompt.
+    """
+    text, drafts = request.prediction, request.plan.speculation
+    if text is None:
+        return ()
+    if len(text) > longest * tokenizer.max_token_chars:
+        raise ContextTooLong(
+            f"the context holds at most {longest} tokens, which the prediction's {len(text)} characters"
+            " exceed by far: shorten the prediction",
+            "prediction",
+        )
+    if "prediction" not in drafts.proposers or not drafts.max_draft:
+        return ()
+    return tuple(tokenizer.encode(text, add_special_tokens=False)[:longest])
+
+
+def _check_length(prompt: Prompt, longest: int, max_token_chars: int) -> None:
     """Refuse what is too long for any tokenizer to make fit, before time is spent on it."""
     match prompt:
         case ChatPrompt(messages):
@@ -94,22 +141,12 @@ def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> No
             num_chars, num_parts = len(text), 0
         case TokenPrompt(token_ids):
             num_chars, num_parts = 0, len(token_ids)
-    if num_parts > max_model_len or num_chars > max_model_len * max_token_chars:
-        size = f"{num_parts} parts" if num_parts > max_model_len else f"{num_chars} characters"
+    if num_parts > longest or num_chars > longest * max_token_chars:
+        size = f"{num_parts} parts" if num_parts > longest else f"{num_chars} characters"
         raise ContextTooLong(
-            f"the context holds at most {max_model_len} tokens, which the prompt's {size} exceed by far:"
+            f"the context holds at most {longest} tokens, which the prompt's {size} exceed by far:"
             " shorten the prompt",
             _param_of(prompt),
-        )
-
-
-def check_prediction(text: str, max_model_len: int, max_token_chars: int) -> None:
-    """Refuse a prediction that is longer than any context: it is tokenised like a prompt."""
-    if len(text) > max_model_len * max_token_chars:
-        raise ContextTooLong(
-            f"the context holds at most {max_model_len} tokens, which the prediction's {len(text)} characters"
-            " exceed by far: shorten the prediction",
-            "prediction",
         )
 
 

@@ -26,23 +26,19 @@ from surefoot.backends.types import (
     BackendState,
     BackendStats,
     BackendStatus,
-    ChatPrompt,
     Event,
     Finished,
     FormatStats,
     FormatTotal,
     GenerateRequest,
     ModelCard,
-    Prompt,
     SchedulerView,
     SpeculationStats,
     Started,
-    TextPrompt,
-    TokenPrompt,
 )
 from surefoot.kernels.base import Ops
 
-from .admission import admit, check_length, check_prediction, context_limit
+from .admission import admit, context_limit, encode
 from .cache_rule import FULL_NAME, CacheSpace
 from .cache_use import formats_of, totals_of
 from .door import Door
@@ -98,13 +94,6 @@ class _Stop(Struct, frozen=True):
 
 
 _Message = _Add | _Abort | _Forget | _Stop
-
-
-class _Tokens(Struct, frozen=True):
-    """A request's texts as tokens."""
-
-    prompt: tuple[int, ...]
-    prediction: tuple[int, ...]
 
 
 class EngineBackend:
@@ -227,7 +216,7 @@ class EngineBackend:
         space = self._check_open()
         self._door.check_room(request.priority)
         longest = context_limit(request.plan.cache, space)
-        tokens = await asyncio.to_thread(self._encode, request, longest)
+        tokens = await asyncio.to_thread(encode, request, self._parts.loaded.tokenizer, longest)
         self._check_open()
         admitted = admit(
             request,
@@ -266,32 +255,6 @@ class EngineBackend:
         if self._status.state is not BackendState.READY or self._space is None:
             raise NotReady(self._status.detail)
         return self._space
-
-    def _encode(self, request: GenerateRequest, max_model_len: int) -> _Tokens:
-        prompt = self._encode_prompt(request.prompt, max_model_len)
-        return _Tokens(prompt, self._encode_prediction(request, max_model_len))
-
-    def _encode_prediction(self, request: GenerateRequest, max_model_len: int) -> tuple[int, ...]:
-        """Its first tokens, as many as a context holds; none where the plan does not draft from them."""
-        tokenizer, text = self._parts.loaded.tokenizer, request.prediction
-        drafts = request.plan.speculation
-        if text is None:
-            return ()
-        check_prediction(text, max_model_len, tokenizer.max_token_chars)
-        if "prediction" not in drafts.proposers or not drafts.max_draft:
-            return ()
-        return tuple(tokenizer.encode(text, add_special_tokens=False)[:max_model_len])
-
-    def _encode_prompt(self, prompt: Prompt, max_model_len: int) -> tuple[int, ...]:
-        tokenizer = self._parts.loaded.tokenizer
-        check_length(prompt, max_model_len, tokenizer.max_token_chars)
-        match prompt:
-            case ChatPrompt(messages):
-                return tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
-            case TextPrompt(text):
-                return tuple(tokenizer.encode(text))
-            case TokenPrompt(token_ids):
-                return token_ids
 
     def _fingerprint(self, request: GenerateRequest) -> str:
         mark = "" if self._settings.speculation.synthetic_acceptance is None else ":synthetic"
