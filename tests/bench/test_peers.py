@@ -34,7 +34,7 @@ from .scripted_server import Call, scripted
 BODY = b'{"prompt": "hello"}'
 LOADS = peer_loads(128, 512, 2048)
 STUB = Path(__file__).with_name("stub_surefoot.py")
-TINY = ["--rounds=1", "--output-tokens=4", "--prefill-tokens=24", "--past-tokens=40", "--no-transformers"]
+TINY = ["--rounds=1", "--output-tokens=20", "--prefill-tokens=24", "--past-tokens=40", "--no-transformers"]
 
 
 def peer_round(speed: float) -> PeerRound:
@@ -278,7 +278,7 @@ def test_a_vllm_that_cannot_start_is_left_out(tiny: list[str], tmp_path: Path) -
         surefoot=tmp_path / "surefoot",
         peers_venv=venv,
         rounds=1,
-        output_tokens=4,
+        output_tokens=20,
         prefill_tokens=24,
         past_tokens=40,
         transformers=False,
