@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import FunctionType
+from typing import Annotated, Any, TypeVar, cast
 
 from cyclopts import Group, Parameter
 
@@ -21,14 +22,17 @@ JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="Print JSO
 
 def with_flags(command: Command, names: Collection[str]) -> Command:
     """The command, whose parameter `flags` takes these settings; its value is for `settled`."""
-    # The type exists only now, so it cannot stand in the signature.
-    command.__annotations__["flags"] = Annotated[_flags_type(names), Parameter(name="*")]
+    # The type exists only now, so neither it nor a default can stand in the signature.
+    flags_type = _flags_type(names)
+    command.__annotations__["flags"] = Annotated[flags_type, Parameter(name="*")]
+    function = cast("FunctionType", command)
+    function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "flags": flags_type()}
     return command
 
 
 def settled(flags: Any, config: Path | None, environ: Mapping[str, str]) -> EffectiveSettings:
     """All settings, with those of a command's `flags`. Raises `SettingsError`."""
-    given = {} if flags is None else {name: text for name, text in asdict(flags).items() if text is not None}
+    given = {name: text for name, text in asdict(flags).items() if text is not None}
     return resolve(given, environ, config)
 
 
