@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ class BarRow(Protocol):
 
 
 R = TypeVar("R")
+T = TypeVar("T")
 Row = TypeVar("Row", bound=BarRow)
 
 
@@ -54,6 +55,12 @@ def run_job(
         say(f"{name}: {error}\n")
         return EXIT_FAILED
     return EXIT_MISSED if any(row.kept is False for row in rows) else 0
+
+
+def turned(names: Sequence[T], number: int) -> list[T]:
+    """The order of a round: it turns, so that nobody always finds the machine in the same state."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def say(text: str) -> None:

@@ -17,12 +17,12 @@ from cyclopts import Parameter
 from msgspec import Struct
 
 from .arrivals import Rate, arrivals
+from .bars import turned
 from .client import HttpClient
 from .errors import BenchError, RequestFailed
 from .machine import Machine, describe_machine
-from .main_rounds import Job, model_file
 from .prefix_rounds import PATH, random_prompt, served_id
-from .served import ServedProcess, serve_surefoot
+from .served import ServedProcess, ServerJob, on_free_port
 from .stream import CompletionStream
 
 TIERS = ("priority", "default", "flex")
@@ -35,20 +35,15 @@ CACHE_MEMORY = "256MiB"
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class LowLoadJob:
+class LowLoadJob(ServerJob):
     """What to measure, and how often."""
 
-    model: Annotated[Path | None, Parameter(help="GGUF file [the installed default model]")] = None
-    threads: Annotated[int, Parameter(help="CPU threads of each server")] = 2
     rounds: Annotated[int, Parameter(help="Rounds of each in turn")] = 3
     requests: Annotated[int, Parameter(help="Requests of each in a round, of all classes together")] = 24
     load: Annotated[float, Parameter(help="Share of time that a server works")] = 0.2
     prompt_tokens: Annotated[int, Parameter(help="Length of prompts")] = 256
     output_tokens: Annotated[int, Parameter(help="Length of answers")] = 16
     seed: Annotated[int, Parameter(help="Of prompts and arrivals")] = 0
-    cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
-    surefoot: Annotated[Path | None, Parameter(help="The command to start [the installed one]")] = None
-    log: Annotated[Path | None, Parameter(help="Keep the servers' logs in this file")] = None
     output: Annotated[Path | None, Parameter(help="Store everything in this file, as JSON")] = None
 
 
@@ -147,7 +142,7 @@ async def measure(job: LowLoadJob, say: Callable[[str], None]) -> LowLoadResult:
             f"{job.rounds} rounds of {job.requests} requests at a load of {job.load:g}: expected a round or"
             f" more, {len(TIERS)} requests or more, and a load between 0 and 1"
         )
-    model = model_file(Job(model=job.model))
+    model = job.model_file()
     with TemporaryDirectory() as folder:
         log = job.log or Path(folder) / "server.log"
         say("starting the servers")
@@ -182,13 +177,12 @@ async def warm_up(first_come: Caller, ours: Caller) -> float:
 async def all_rounds(
     job: LowLoadJob, first_come: Caller, ours: Caller, rate: float, say: Callable[[str], None]
 ) -> dict[str, list[Timed]]:
-    """The order within a round turns, so that nobody always finds the machine in the same state."""
+    """Every round of every arm."""
     answers: dict[str, list[Timed]] = {arm: [] for arm in ARMS}
     turns = {EMPTY: first_come.one_by_one, ALONE: ours.one_by_one, LOAD: ours.as_they_come}
     for number in range(job.rounds):
         plan = planned(job, rate, number)
-        first = number % len(ARMS)
-        for arm in ARMS[first:] + ARMS[:first]:
+        for arm in turned(ARMS, number):
             say(f"round {number + 1} of {job.rounds}: {arm}, {plan[-1].at_s:.0f} s")
             answers[arm] += await turns[arm](plan)
     return answers
@@ -206,4 +200,4 @@ def planned(job: LowLoadJob, rate: float, number: int) -> list[Arrival]:
 def serve(job: LowLoadJob, model: Path, scheduler: str, log: Path) -> ServedProcess:
     """Our server, with a scheduler of choice."""
     options = f"--scheduler={scheduler}", f"--cache-memory={CACHE_MEMORY}"
-    return serve_surefoot(job, model, log, *options)
+    return on_free_port(job.command(model, *options), log)

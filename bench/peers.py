@@ -23,8 +23,8 @@ from .errors import BenchError
 from .loop import run_async
 from .peers_loads import PeerLoad
 from .peers_plot import Panel, plot
-from .peers_rounds import PeerRound, PeersJob, PeersResult, measure_peers
-from .peers_servers import LLAMA, OURS
+from .peers_rounds import PeerRound, PeersResult, measure_peers
+from .peers_servers import LLAMA, OURS, PeersJob
 from .report import table
 
 DEFAULT_JOB = PeersJob()

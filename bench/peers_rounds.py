@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
 
 import msgspec
-from cyclopts import Parameter
 from msgspec import Struct
 
+from .bars import turned
 from .errors import BenchError
 from .machine import Machine, describe_machine
-from .main_rounds import Job, model_file, unseen
-from .peers_loads import PeerLoad, calibrate_words, peer_loads, run_load, warm_up_of, write_prompts
+from .peers_loads import PeerLoad, calibrate_words, run_load, warm_up_of, write_prompts
 from .peers_memory import resident_bytes
 from .peers_servers import (
     LLAMA,
@@ -28,42 +23,14 @@ from .peers_servers import (
     VLLM,
     Launch,
     PeerServer,
+    PeersJob,
     llama_server,
     our_server,
     vllm_server,
 )
 from .prompts import Calibration
-from .served import ServedProcess, free_port
-
-ERROR_TAIL_CHARS = 2000
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PeersJob:
-    """What to measure, and where to put it."""
-
-    model: Annotated[Path | None, Parameter(help="GGUF file [the installed default model]")] = None
-    rounds: Annotated[int, Parameter(help="Rounds of each in turn")] = 3
-    threads: Annotated[int, Parameter(help="CPU threads of each")] = 2
-    output_tokens: Annotated[int, Parameter(help="Length of answers")] = 128
-    prefill_tokens: Annotated[int, Parameter(help="Prompt whose prefill is measured")] = 512
-    past_tokens: Annotated[int, Parameter(help="Prompt after which one stream is measured")] = 2048
-    peers_venv: Annotated[Path, Parameter(help="Environment that `make peers` made")] = Path(".venv-peers")
-    surefoot_args: Annotated[str, Parameter(help="Further flags for surefoot serve")] = ""
-    llama_args: Annotated[str, Parameter(help="Further flags for llama-server")] = ""
-    transformers: Annotated[bool, Parameter(help="Measure transformers too")] = True
-    transformers_dtype: Annotated[
-        Literal["bfloat16", "float32"], Parameter(help="What transformers computes in")
-    ] = "bfloat16"
-    cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
-    surefoot: Annotated[Path | None, Parameter(help="The command to start [the installed one]")] = None
-    log: Annotated[Path | None, Parameter(help="Keep the servers' logs in this file")] = None
-    folder: Annotated[Path | None, Parameter(help="Write peers.json and peers.svg into this folder")] = None
-
-    def loads(self) -> tuple[PeerLoad, ...]:
-        """All that is measured."""
-        return peer_loads(self.output_tokens, self.prefill_tokens, self.past_tokens)
+from .run import unseen
+from .served import ServedProcess, on_free_port, output_of_module
 
 
 class PeerRound(Struct, frozen=True, kw_only=True):
@@ -115,9 +82,7 @@ async def measure_peers(job: PeersJob, say: Callable[[str], None]) -> PeersResul
     """All rounds. The order within a round turns, so that nobody always finds the machine warm."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        files = Files(
-            model=model_file(Job(model=job.model)), log=job.log or folder / "servers.log", folder=folder
-        )
+        files = Files(model=job.model_file(), log=job.log or folder / "servers.log", folder=folder)
         return await _measure(job, files, say)
 
 
@@ -171,12 +136,6 @@ def find_contenders(job: PeersJob, model: Path) -> Contenders:
     return Contenders(servers=servers, skipped=skipped)
 
 
-def turned(names: list[str], number: int) -> list[str]:
-    """The order of a round."""
-    first = number % len(names)
-    return names[first:] + names[:first]
-
-
 Turn = Callable[[int], Awaitable[PeerRound]]
 """Measures one contender in the round of that number."""
 
@@ -218,16 +177,15 @@ async def _run(load: PeerLoad, url: str, files: Files, calibration: Calibration,
 
 def start(server: PeerServer, launch: Launch, files: Files) -> ServedProcess:
     """The launch, on a free port."""
-    port = free_port()
-    command = [*launch.command, "--port", str(port)]
-    return ServedProcess(command, f"http://127.0.0.1:{port}", files.log, server.ready_path)
+    return on_free_port(launch.command, files.log, server.ready_path)
 
 
 async def transformers_round(job: PeersJob, files: Files) -> PeerRound:
     """`generate` in a process of its own; ready once the weights are there."""
     loads = {load.key: load for load in job.loads()}
-    command = [
-        *(sys.executable, "-m", "surefoot.bench.peer_transformers_loads"),
+    started_at = time.time()
+    out = await output_of_module(
+        "peer_transformers_loads",
         f"--model={files.model}",
         f"--dtype={job.transformers_dtype}",
         f"--threads={job.threads}",
@@ -236,18 +194,7 @@ async def transformers_round(job: PeersJob, files: Files) -> PeerRound:
         f"--prefill-tokens={job.prefill_tokens}",
         f"--past-tokens={job.past_tokens}",
         f"--past-output-tokens={loads['after_past'].output_tokens}",
-    ]
-    started_at = time.time()
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    try:
-        out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise BenchError(f"transformers ended with {process.returncode}:\n{err.decode()[-ERROR_TAIL_CHARS:]}")
+    )
     said = msgspec.json.decode(out, type=TransformersRound)
     return PeerRound(
         values=said.values, ready_s=said.ready_at - started_at, resident_bytes=said.resident_bytes

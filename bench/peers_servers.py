@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Literal
 
+from cyclopts import Parameter
 from msgspec import Struct
 
 from .errors import BenchError
 from .peers_llama import find_llama_server, llama_version
-from .peers_loads import PeerLoad
+from .peers_loads import PeerLoad, peer_loads
+from .served import ServerJob
 
 OURS = "surefoot"
 LLAMA = "llama.cpp"
@@ -26,32 +29,27 @@ CONTEXT_SPARE = 64
 """Tokens beside prompt and answer: prompts of a wanted length are a few tokens off."""
 
 
-class PeerChoice(Protocol):
-    """The part of the command line that says who is compared."""
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PeersJob(ServerJob):
+    """What to measure, and where to put it."""
 
-    @property
-    def threads(self) -> int:
-        """CPU threads of each."""
+    rounds: Annotated[int, Parameter(help="Rounds of each in turn")] = 3
+    output_tokens: Annotated[int, Parameter(help="Length of answers")] = 128
+    prefill_tokens: Annotated[int, Parameter(help="Prompt whose prefill is measured")] = 512
+    past_tokens: Annotated[int, Parameter(help="Prompt after which one stream is measured")] = 2048
+    peers_venv: Annotated[Path, Parameter(help="Environment that `make peers` made")] = Path(".venv-peers")
+    surefoot_args: Annotated[str, Parameter(help="Further flags for surefoot serve")] = ""
+    llama_args: Annotated[str, Parameter(help="Further flags for llama-server")] = ""
+    transformers: Annotated[bool, Parameter(help="Measure transformers too")] = True
+    transformers_dtype: Annotated[
+        Literal["bfloat16", "float32"], Parameter(help="What transformers computes in")
+    ] = "bfloat16"
+    folder: Annotated[Path | None, Parameter(help="Write peers.json and peers.svg into this folder")] = None
 
-    @property
-    def surefoot(self) -> Path | None:
-        """Our command; None for the installed one."""
-
-    @property
-    def cache_dir(self) -> Path | None:
-        """Our folder of prepared weights; None for that of `serve`."""
-
-    @property
-    def peers_venv(self) -> Path:
-        """Where llama.cpp and vLLM are installed."""
-
-    @property
-    def surefoot_args(self) -> str:
-        """Further flags for `surefoot serve`."""
-
-    @property
-    def llama_args(self) -> str:
-        """Further flags for llama-server."""
+    def loads(self) -> tuple[PeerLoad, ...]:
+        """All that is measured."""
+        return peer_loads(self.output_tokens, self.prefill_tokens, self.past_tokens)
 
 
 class Launch(Struct, frozen=True, kw_only=True):
@@ -62,7 +60,7 @@ class Launch(Struct, frozen=True, kw_only=True):
 
     def described(self) -> str:
         """The command without the machine's folders."""
-        return " ".join(Path(part).name if part.startswith("/") else part for part in self.command)
+        return " ".join(re.sub(r"(^|=)/.*/", r"\1", part) for part in self.command)
 
 
 class PeerServer(Struct, frozen=True, kw_only=True):
@@ -78,22 +76,14 @@ class PeerServer(Struct, frozen=True, kw_only=True):
     may_fail: bool = False
 
 
-def our_server(choice: PeerChoice, model: Path, loads: Sequence[PeerLoad]) -> PeerServer:
+def our_server(job: PeersJob, model: Path, loads: Sequence[PeerLoad]) -> PeerServer:
     """`surefoot serve`, gateway included, as anyone would start it."""
-    command = [
-        str(choice.surefoot or Path(sys.executable).with_name("surefoot")),
-        "serve",
-        *("--model", str(model)),
-        *("--threads", str(choice.threads)),
-        *("--max-sequences", str(MAX_STREAMS)),
-        *(("--cache-dir", str(choice.cache_dir)) if choice.cache_dir else ()),
-        *choice.surefoot_args.split(),
-    ]
+    command = job.command(model, f"--max-sequences={MAX_STREAMS}", *job.surefoot_args.split())
     launch = Launch(command=command, loads=tuple(loads))
     return PeerServer(name=OURS, version=version("surefoot"), launches=(launch,), ready_path="/health/ready")
 
 
-def llama_server(choice: PeerChoice, model: Path, loads: Sequence[PeerLoad]) -> PeerServer:
+def llama_server(job: PeersJob, model: Path, loads: Sequence[PeerLoad]) -> PeerServer:
     """llama.cpp, started once for the short prompts and once for the long ones.
 
     Continuous batching, weight repacking and flash attention where it finds it of use are its defaults. Each
@@ -101,15 +91,15 @@ def llama_server(choice: PeerChoice, model: Path, loads: Sequence[PeerLoad]) -> 
     than one that all share; 32 such caches long enough for the long prompts would cost memory for nothing, so
     these get a start with one slot. Prompt caches are off: no prompt comes twice.
     """
-    binary = find_llama_server(choice.peers_venv)
+    binary = find_llama_server(job.peers_venv)
     base = [
         str(binary.absolute()),
         *("-m", str(model)),
-        *("-t", str(choice.threads), "-tb", str(choice.threads)),
+        *("-t", str(job.threads), "-tb", str(job.threads)),
         *("--cont-batching", "--flash-attn", "auto"),
         *("--no-cache-prompt", "--cache-ram", "0"),
         *("--no-webui", "--offline"),
-        *choice.llama_args.split(),
+        *job.llama_args.split(),
     ]
     short = tuple(load for load in loads if load.figure == "output")
     long = tuple(load for load in loads if load.figure != "output")
@@ -120,17 +110,17 @@ def llama_server(choice: PeerChoice, model: Path, loads: Sequence[PeerLoad]) -> 
     return PeerServer(name=LLAMA, version=llama_version(binary), launches=launches, ready_path="/health")
 
 
-def vllm_server(choice: PeerChoice, model: Path, loads: Sequence[PeerLoad]) -> PeerServer:
+def vllm_server(job: PeersJob, model: Path, loads: Sequence[PeerLoad]) -> PeerServer:
     """vLLM's CPU build, one CPU for each thread, its cache of a given size: else it takes much memory."""
-    binary = choice.peers_venv / "bin" / "vllm"
-    sites = [str(site) for site in choice.peers_venv.glob("lib/python*/site-packages")]
+    binary = job.peers_venv / "bin" / "vllm"
+    sites = [str(site) for site in job.peers_venv.glob("lib/python*/site-packages")]
     installed = next((d.version for d in distributions(name="vllm", path=sites)), None)
     if installed is None or not binary.is_file():
-        raise BenchError(f"vllm is not installed in {choice.peers_venv.name}")
+        raise BenchError(f"vllm is not installed in {job.peers_venv.name}")
     command = [
         "env",
         "VLLM_CPU_KVCACHE_SPACE=2",
-        f"VLLM_CPU_OMP_THREADS_BIND=0-{choice.threads - 1}",
+        f"VLLM_CPU_OMP_THREADS_BIND=0-{job.threads - 1}",
         *(str(binary.absolute()), "serve", str(model)),
         *("--max-num-seqs", str(MAX_STREAMS), "--max-model-len", str(_context(loads))),
         "--no-enable-prefix-caching",

@@ -19,8 +19,7 @@ from msgspec import Struct
 from .client import HttpClient
 from .errors import BenchError, RequestFailed
 from .machine import Machine, describe_machine
-from .main_rounds import Job, model_file
-from .served import ServedProcess, serve_surefoot
+from .served import ServedProcess, ServerJob, on_free_port
 from .stream import CompletionStream, Usage
 
 PATH = "/v1/completions"
@@ -32,19 +31,14 @@ SAY_EVERY = 50
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PrefixJob:
+class PrefixJob(ServerJob):
     """What to measure, and how often."""
 
-    model: Annotated[Path | None, Parameter(help="GGUF file [the installed default model]")] = None
-    threads: Annotated[int, Parameter(help="CPU threads of the server")] = 2
     prompt_tokens: Annotated[int, Parameter(help="Length of the prompts that are asked twice")] = 1500
     pairs: Annotated[int, Parameter(help="Prompts that are asked twice")] = 10
     probe_tokens: Annotated[int, Parameter(help="Length of the prompts that tenants are told apart by")] = 256
     samples: Annotated[int, Parameter(help="Requests of each kind")] = 200
     seed: Annotated[int, Parameter(help="Of prompts and of the order of requests")] = 0
-    cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
-    surefoot: Annotated[Path | None, Parameter(help="The command to start [the installed one]")] = None
-    log: Annotated[Path | None, Parameter(help="Keep the server's log in this file")] = None
     output: Annotated[Path | None, Parameter(help="Store everything in this file, as JSON")] = None
 
 
@@ -100,7 +94,7 @@ class Asker:
 
 async def measure(job: PrefixJob, say: Callable[[str], None]) -> PrefixResult:
     """Start the server and ask. `BenchError` if it cannot be measured."""
-    model = model_file(Job(model=job.model))
+    model = job.model_file()
     with TemporaryDirectory() as name:
         folder = Path(name)
         keys = [_make_tenant(folder, tenant) for tenant in ("first", "second")]
@@ -172,7 +166,7 @@ async def probe(
 
 def serve(job: PrefixJob, model: Path, tenants: Path) -> ServedProcess:
     """Our server, with the tenants' files in a folder."""
-    return serve_surefoot(job, model, job.log or tenants / "server.log", f"--tenants={tenants}")
+    return on_free_port(job.command(model, f"--tenants={tenants}"), job.log or tenants / "server.log")
 
 
 def _make_tenant(folder: Path, tenant: str) -> str:

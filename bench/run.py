@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 
 from msgspec.structs import replace
@@ -26,6 +26,12 @@ WARMUP_FROM = 1_000_000_000
 
 View = Callable[[Progress], AbstractAsyncContextManager[object]]
 """Shows a run's progress for as long as it is entered."""
+
+
+@asynccontextmanager
+async def unseen(progress: Progress) -> AsyncIterator[None]:
+    """A view that shows nothing."""
+    yield
 
 
 async def run_bench(settings: BenchSettings, view: View) -> BenchResult:

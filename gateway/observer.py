@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from surefoot.backends.base import Backend
 from surefoot.backends.types import ChatPrompt, Prompt, ServingPlan, TextPrompt
 from surefoot.policies.base import Observation
 from surefoot.policies.bounds import Protection
 from surefoot.policies.recent_loss import RecentLoss, expected_loss
 
+from .clock import Clock
 from .hints import CacheWish
 from .overrides import Overrides
 from .schemas import ChatRequest, CompletionRequest
@@ -21,14 +19,11 @@ CHARACTERS_PER_TOKEN = 4
 
 
 class Observer:
-    """Puts together what is known when a request is admitted, and remembers what plans are expected to lose.
+    """Puts together what is known of a request that comes, and remembers what plans are expected to lose."""
 
-    `now` gives Unix time.
-    """
-
-    def __init__(self, overrides: Overrides, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, overrides: Overrides, clock: Clock) -> None:
         self._overrides = overrides
-        self._now = now
+        self._clock = clock
         self._recent = RecentLoss()
 
     def observe(
@@ -54,7 +49,7 @@ class Observer:
             load=stats.num_running + stats.num_waiting,
             acceptance=stats.speculation.acceptance.get(tenant.id, {}).get(kind),
             quality_loss=self._recent.get(_traffic(tenant.id, kind)),
-            hour=self._now() % 86400 / 3600,
+            hour=self._clock.time() % 86400 / 3600,
             override=override.plan if override else None,
             max_draft=asked.max_draft,
             cache_format=wish.format,

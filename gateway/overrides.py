@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from msgspec import Struct
+
+from .clock import Clock
 
 
 class Override(Struct, frozen=True, kw_only=True):
@@ -17,15 +16,15 @@ class Override(Struct, frozen=True, kw_only=True):
 
 
 class Overrides:
-    """At most one for each tenant. `clock` gives seconds that never go back."""
+    """At most one for each tenant."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ends: dict[str, tuple[Override, float]] = {}
 
     def set(self, tenant_id: str, override: Override) -> None:
         """Force a plan from now on, in place of the one before."""
-        self._ends[tenant_id] = (override, self._clock() + override.expires_in_s)
+        self._ends[tenant_id] = (override, self._clock.monotonic() + override.expires_in_s)
 
     def clear(self, tenant_id: str) -> bool:
         """Force nothing; says whether something was forced."""
@@ -39,7 +38,7 @@ class Overrides:
         if found is None:
             return None
         override, ends = found
-        left_s = ends - self._clock()
+        left_s = ends - self._clock.monotonic()
         if left_s <= 0:
             del self._ends[tenant_id]
             return None

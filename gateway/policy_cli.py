@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from .setting_flags import ConfigFlag
 from .settings import SettingsError, resolve
 from .situation import Situation
 
@@ -58,11 +59,6 @@ TenantArgument = Annotated[str, Parameter(help="The tenant's id")]
 TenantFlag = Annotated[str, Parameter(name="--tenant", help="The tenant's id")]
 LogArgument = Annotated[Path, Parameter(help="Log in JSON lines")]
 PolicyFlag = Annotated[str | None, Parameter(name="--policy", help="Name of the policy to ask")]
-ConfigFlag = Annotated[
-    Path | None, Parameter(name="--config", help="TOML file of settings (or SUREFOOT_CONFIG)")
-]
-
-
 SituationFlags = Annotated[Situation, Parameter(name="*")]
 NOTHING_KNOWN = Situation()
 

@@ -6,7 +6,7 @@ from the operator's files and from the proposers' names, so there are as many as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 
 from msgspec import Struct
@@ -16,16 +16,13 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
-from surefoot.backends.base import Backend
-from surefoot.backends.types import DraftStats, SpeculationStats
+from surefoot.backends.types import DraftStats
 
-MODEL = ("model_name",)
+from .readings import MODEL, Reading, Stats, families
+
 SOURCE = (*MODEL, "tenant", "proposer")
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-
-Stats = Sequence[tuple[str, SpeculationStats]]
 
 
 class DraftReading(Struct, frozen=True):
@@ -36,80 +33,61 @@ class DraftReading(Struct, frozen=True):
     read: Callable[[DraftStats], int]
 
 
-class StepReading(Struct, frozen=True):
-    """A metric of the steps that verified drafts."""
-
-    name: str
-    text: str
-    read: Callable[[SpeculationStats], float]
-
-
 DRAFTS = (
     DraftReading("drafts", "Drafts that were verified.", lambda d: d.num_drafts),
     DraftReading("draft_tokens", "Tokens of drafts.", lambda d: d.num_draft_tokens),
     DraftReading("accepted_tokens", "Draft tokens that were accepted.", lambda d: d.num_accepted_tokens),
 )
 COUNTERS = (
-    StepReading("surefoot_drafting_seconds", "Seconds in drafting.", lambda s: s.drafting_s_total),
-    StepReading("surefoot_drafted_steps", "Steps that verified drafts.", lambda s: s.steps_total),
-    StepReading("surefoot_drafted_step_seconds", "Seconds in them.", lambda s: s.step_s_total),
-    StepReading(
+    Reading("surefoot_drafting_seconds", "Seconds in drafting.", lambda s: s.speculation.drafting_s_total),
+    Reading("surefoot_drafted_steps", "Steps that verified drafts.", lambda s: s.speculation.steps_total),
+    Reading("surefoot_drafted_step_seconds", "Seconds in them.", lambda s: s.speculation.step_s_total),
+    Reading(
         "surefoot_drafted_step_plain_seconds",
         "Seconds that they would have taken without drafts, by prediction.",
-        lambda s: s.plain_s_total,
+        lambda s: s.speculation.plain_s_total,
     ),
-    StepReading("surefoot_drafted_step_tokens", "Tokens that they gave.", lambda s: s.realised_tokens_total),
-    StepReading(
+    Reading(
+        "surefoot_drafted_step_tokens",
+        "Tokens that they gave.",
+        lambda s: s.speculation.realised_tokens_total,
+    ),
+    Reading(
         "surefoot_drafted_step_expected_tokens",
         "Tokens that they were expected to give.",
-        lambda s: s.expected_tokens_total,
+        lambda s: s.speculation.expected_tokens_total,
     ),
-    StepReading(
+    Reading(
         "surefoot_drafted_step_plain_tokens",
         "Tokens that they would have given without drafts.",
-        lambda s: s.plain_tokens_total,
+        lambda s: s.speculation.plain_tokens_total,
     ),
 )
 GAUGES = (
-    StepReading(
+    Reading(
         "surefoot_speculation_expected_gain",
         "Tokens per second that drafts were expected to add since the start; 0.1 is 10 %.",
-        lambda s: s.expected_gain,
+        lambda s: s.speculation.expected_gain,
     ),
-    StepReading(
+    Reading(
         "surefoot_speculation_realised_gain",
         "Tokens per second that drafts added since the start; 0.1 is 10 %.",
-        lambda s: s.realised_gain,
+        lambda s: s.speculation.realised_gain,
     ),
-    StepReading(
+    Reading(
         "surefoot_synthetic_acceptance",
         "1 where acceptance is made up for a benchmark.",
-        lambda s: float(s.is_synthetic),
+        lambda s: float(s.speculation.is_synthetic),
     ),
 )
 
 
-class SpeculationCollector(Collector):
-    """Turns the backends' stats of drafts into metrics at each scrape."""
-
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self._backends = backends
-
-    def collect(self) -> Iterator[Metric]:
-        """For each backend that knows its model."""
-        stats = [(each.models[0].id, each.stats.speculation) for each in self._backends if each.models]
-        yield from _by_model(stats)
-        yield from _by_source(stats)
-        for reading in COUNTERS:
-            counter = CounterMetricFamily(reading.name, reading.text, labels=MODEL)
-            for model, each in stats:
-                counter.add_metric([model], reading.read(each))
-            yield counter
-        for reading in GAUGES:
-            gauge = GaugeMetricFamily(reading.name, reading.text, labels=MODEL)
-            for model, each in stats:
-                gauge.add_metric([model], reading.read(each))
-            yield gauge
+def speculation_metrics(stats: Stats) -> Iterator[Metric]:
+    """All of them."""
+    yield from _by_model(stats)
+    yield from _by_source(stats)
+    yield from families(CounterMetricFamily, COUNTERS, stats)
+    yield from families(GaugeMetricFamily, GAUGES, stats)
 
 
 def _by_model(stats: Stats) -> Iterator[Metric]:
@@ -117,7 +95,7 @@ def _by_model(stats: Stats) -> Iterator[Metric]:
     for reading in DRAFTS:
         family = CounterMetricFamily(f"vllm:spec_decode_num_{reading.name}", reading.text, labels=MODEL)
         for model, each in stats:
-            family.add_metric([model], sum(map(reading.read, each.drafts)))
+            family.add_metric([model], sum(map(reading.read, each.speculation.drafts)))
         yield family
     family = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -125,7 +103,7 @@ def _by_model(stats: Stats) -> Iterator[Metric]:
         labels=(*MODEL, "position"),
     )
     for model, each in stats:
-        for position, count in enumerate(_sums(drafts.accepted_at for drafts in each.drafts)):
+        for position, count in enumerate(_sums(drafts.accepted_at for drafts in each.speculation.drafts)):
             family.add_metric([model, str(position)], count)
     yield family
 
@@ -135,12 +113,12 @@ def _by_source(stats: Stats) -> Iterator[Metric]:
     for reading in DRAFTS:
         counter = CounterMetricFamily(f"surefoot_{reading.name}", reading.text, labels=SOURCE)
         for model, each in stats:
-            for drafts in each.drafts:
+            for drafts in each.speculation.drafts:
                 counter.add_metric([model, drafts.flow, drafts.proposer], reading.read(drafts))
         yield counter
     lengths = HistogramMetricFamily("surefoot_draft_length", "Tokens of a draft, as chosen.", labels=SOURCE)
     for model, each in stats:
-        for drafts in each.drafts:
+        for drafts in each.speculation.drafts:
             lengths.add_metric(
                 [model, drafts.flow, drafts.proposer], _buckets(drafts), drafts.num_draft_tokens
             )

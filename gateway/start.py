@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.engine.device import find_device
 from surefoot.backends.engine.limits import available_memory_bytes
-from surefoot.backends.engine.loss import LossSettings, measure_loss, report_text
+from surefoot.backends.engine.loss import LossSettings, measure_loss
+from surefoot.backends.engine.loss import report_text as loss_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import DeviceNotFound, ModelError, ModelNotFound
 from surefoot.backends.engine.quality.measure import (
@@ -26,14 +26,14 @@ from surefoot.backends.engine.quality.measure import (
 )
 from surefoot.backends.engine.quality.report import report_plot
 from surefoot.backends.engine.quality.report import report_text as quality_text
-from surefoot.backends.engine.simulation import SimulationSettings as SimulationSettings  # for the command
-from surefoot.backends.engine.simulation import simulate_machine
+from surefoot.backends.engine.settings import EngineSettings
+from surefoot.backends.engine.simulation import SimulationSettings, simulate_machine
 from surefoot.backends.engine.simulation_report import report_text as simulation_text
+from surefoot.backends.engine.speculation.settings import SpeculationSettings
 from surefoot.backends.engine.start import EngineOptions, make_backend
 from surefoot.backends.engine.trace import Promise, TraceError
 from surefoot.backends.engine.weight_mode import WeightMode
-from surefoot.policies.base import Policy
-from surefoot.policies.registry import PolicyError, load_policies, serving_policy
+from surefoot.policies.registry import load_policies, serving_policy
 
 from .admin import AdminKey
 from .app import create_app
@@ -48,22 +48,6 @@ from .tenant_watch import TenantWatch
 from .tenants import Tenants, local_tenant
 from .usage_store import UsageStore
 
-SHARED_WITH_ENGINE = (
-    "cache_dir",
-    "headroom",
-    "max_batched_tokens",
-    "max_draft",
-    "max_model_len",
-    "max_sequences",
-    "max_waiting",
-    "max_waiting_s",
-    "scheduler",
-    "synthetic_acceptance",
-    "threads",
-    "watchdog_s",
-)
-"""Settings that reach the engine under their own name."""
-
 EXIT_NO_MODEL = 1
 """The exit status for a model that cannot be loaded."""
 
@@ -71,11 +55,11 @@ EXIT_NO_MODEL = 1
 def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
     """Serve until told to stop; returns the process's exit status. Without `usage_file` usage is not kept.
 
-    Raises `SettingsError`, `TenantFileError`, `ClassesError`, `UsageError` or `ModelNotFound` before anything
-    is started.
+    Raises `SettingsError`, `PolicyError`, `TenantFileError`, `ClassesError`, `UsageError` or `ModelNotFound`
+    before anything is started.
     """
     configure_logs(settings.log_format, settings.log_level)
-    policies = _policies()
+    policies = load_policies()
     classes = load_classes(settings.classes)
     tenants, watch = load_tenants(settings, policies.keys(), classes.names)
     check_exposure(settings.host, tenants.keys_required)
@@ -114,66 +98,64 @@ def spare_collector() -> None:
 def run_loss(
     settings: ServeSettings, files: Sequence[Path], num_tokens: int, window: int, *, as_json: bool
 ) -> int:
-    """Measure the loss of the settings' weights and print it; returns the process's exit status.
+    """Measure the loss of the settings' weights and print it; as `_print_report`."""
 
-    Raises `SettingsError` for what cannot be measured.
-    """
-    configure_logs(settings.log_format, settings.log_level)
-    try:
+    def report() -> tuple[Struct, str]:
         what = LossSettings(files=tuple(files), num_tokens=num_tokens, window=window)
-        report = measure_loss(engine_options(settings), what, progress=_tell)
-    except (LossError, ModelNotFound) as error:
-        raise SettingsError(str(error)) from error
-    except ModelError as error:
-        _tell(f"surefoot: the model could not be loaded: {error}")
-        return EXIT_NO_MODEL
-    sys.stdout.write(_json(report) if as_json else report_text(report))
-    return 0
+        measured = measure_loss(engine_options(settings), what, progress=_tell)
+        return measured, loss_text(measured)
+
+    return _print_report(settings, report, as_json=as_json)
 
 
 def run_quality(
     settings: ServeSettings, what: Mapping[str, Any], folder: Path | None, *, as_json: bool
 ) -> int:
-    """Measure cache plans against full precision and print the report; returns the process's exit status.
+    """Measure cache plans against full precision and print the report; as `_print_report`.
 
-    `what` has the fields of `QualitySettings`. Raises `SettingsError` for what cannot be measured.
+    `what` has the fields of `QualitySettings`.
     """
-    configure_logs(settings.log_format, settings.log_level)
-    try:
+
+    def report() -> tuple[Struct, str]:
         if folder is not None:
             make_report_folder(folder)
-        report = measure_quality(engine_options(settings), QualitySettings(**what), progress=_tell)
-        text = quality_text(report)
+        measured = measure_quality(engine_options(settings), QualitySettings(**what), progress=_tell)
+        text = quality_text(measured)
         if folder is not None:
-            write_report(report, folder, text, report_plot(report))
-    except (LossError, ModelNotFound) as error:
-        raise SettingsError(str(error)) from error
-    except ModelError as error:
-        _tell(f"surefoot: the model could not be loaded: {error}")
-        return EXIT_NO_MODEL
-    sys.stdout.write(_json(report) if as_json else text)
-    return 0
+            write_report(measured, folder, text, report_plot(measured))
+        return measured, text
+
+    return _print_report(settings, report, as_json=as_json)
 
 
 def run_simulation(settings: ServeSettings, what: Mapping[str, Any], *, as_json: bool) -> int:
-    """Simulate the settings' server and print what it would promise; returns the process's exit status.
+    """Simulate the settings' server and print what it would promise; as `_print_report`.
 
-    `what` has the fields of `SimulationSettings`. Raises `SettingsError` for what cannot be simulated.
+    `what` has the fields of `SimulationSettings`.
+    """
+
+    def report() -> tuple[Struct, str]:
+        asked, promises = SimulationSettings(**what), _promises(load_classes(settings.classes))
+        simulated = simulate_machine(engine_options(settings), asked, promises, progress=_tell)
+        return simulated, simulation_text(simulated)
+
+    return _print_report(settings, report, as_json=as_json)
+
+
+def _print_report(settings: ServeSettings, report: Callable[[], tuple[Struct, str]], *, as_json: bool) -> int:
+    """Print a report that is made now, its text or as JSON; returns the process's exit status.
+
+    Raises `SettingsError` for what is of no use.
     """
     configure_logs(settings.log_format, settings.log_level)
     try:
-        asked = SimulationSettings(**what)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    try:
-        promises = _promises(load_classes(settings.classes))
-        report = simulate_machine(engine_options(settings), asked, promises, progress=_tell)
-    except (TraceError, ClassesError, ModelNotFound) as error:
+        content, text = report()
+    except (LossError, TraceError, ClassesError, ModelNotFound) as error:
         raise SettingsError(str(error)) from error
     except ModelError as error:
         _tell(f"surefoot: the model could not be loaded: {error}")
         return EXIT_NO_MODEL
-    sys.stdout.write(_json(report) if as_json else simulation_text(report))
+    sys.stdout.write(_json(content) if as_json else text)
     return 0
 
 
@@ -198,7 +180,6 @@ def load_tenants(
 
 def engine_options(settings: ServeSettings) -> EngineOptions:
     """What of the settings concerns the engine. `SettingsError` where device or memory is not there."""
-    values = asdict(settings)
     try:
         device = find_device(settings.device)
     except DeviceNotFound as error:
@@ -206,15 +187,30 @@ def engine_options(settings: ServeSettings) -> EngineOptions:
     if settings.cache_memory is not None and device.type == "cpu":
         _check_memory(settings.cache_memory)
     return EngineOptions(
-        device=device,
         model=locate_model(settings.model),
         model_id=settings.served_model_id or default_model_id(settings.model),
+        cache_dir=settings.cache_dir,
+        settings=EngineSettings(
+            cache_bytes=settings.cache_memory,
+            max_model_len=settings.max_model_len,
+            max_sequences=settings.max_sequences,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_waiting=settings.max_waiting,
+            prefix_cache=settings.prefix_cache == "on",
+            max_waiting_s=settings.max_waiting_s,
+            headroom=settings.headroom,
+            watchdog_s=settings.watchdog_s,
+            speculation=SpeculationSettings(
+                max_draft=settings.max_draft,
+                synthetic_acceptance=settings.synthetic_acceptance,
+                draft_cache_bytes=settings.draft_cache_memory,
+            ),
+        ),
+        device=device,
         weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),
-        cache_bytes=settings.cache_memory,
+        threads=settings.threads,
+        scheduler=settings.scheduler,
         draft_model=None if settings.draft_model is None else locate_model(settings.draft_model),
-        draft_cache_bytes=settings.draft_cache_memory,
-        prefix_cache=settings.prefix_cache == "on",
-        **{name: values[name] for name in SHARED_WITH_ENGINE},
     )
 
 
@@ -240,13 +236,6 @@ Serving {model_id} at {url}. Try it:
 
 def _json(report: Struct) -> str:
     return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
-
-
-def _policies() -> dict[str, Policy]:
-    try:
-        return load_policies()
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
 
 
 def _tell(text: str) -> None:

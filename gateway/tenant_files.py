@@ -10,13 +10,12 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
-from surefoot.policies.bounds import FORMATS, MOMENTS
-from surefoot.policies.supported import SUPPORTED, unserved
+from surefoot.policies.bounds import FORMATS, MOMENTS, Proposer
 
 from .decode import did_you_mean
 from .tenants import Tenant, TenantLimits, TenantValues
@@ -30,8 +29,12 @@ HASH_WORDS = "what `surefoot key new` prints: 'sha256:' and 64 lower-case hexade
 CHOICES: Mapping[str, Collection[str]] = {
     "cache.format": FORMATS,
     "cache.demote": MOMENTS,
-    "speculation.proposers": SUPPORTED.proposers,
+    "speculation.proposers": get_args(Proposer),
 }
+WHY_NOT_IMPORTANT = (
+    "bits were not found to do more for tokens that are attended to most than for the latest; leave the key"
+    " out, and see 'cache.protect.recent' and the format 'mixed'"
+)
 Where = tuple[str | int, ...]
 
 
@@ -127,8 +130,9 @@ def _check(values: TenantValues, file: TenantFile, known: KnownNames) -> None:
     if allowed is not None and values.classes.default not in allowed:
         message = f"'classes.default' is '{values.classes.default}', which is not in 'classes.allowed'"
         raise _error(file, ("classes", "default"), message)
-    for each in unserved(values.bounds):
-        raise _error(file, tuple(each.key.split(".")), each.message)
+    if (important := values.cache.protect.important) is not None:
+        message = f"'cache.protect.important' = {important} is not served: {WHY_NOT_IMPORTANT}"
+        raise _error(file, ("cache", "protect", "important"), message)
 
 
 def _check_name(file: TenantFile, where: Where, what: str, name: str, known: Collection[str]) -> None:

@@ -17,7 +17,6 @@ from .base import Policy
 from .baseline import BaselinePolicy
 from .fixed import FixedPolicy
 from .schedule import SchedulePolicy
-from .supported import SUPPORTED, Supported
 from .wrappers import ByName, Clamp, OrBaseline, Override, Repeatable
 
 GROUP = "surefoot.policies"
@@ -46,9 +45,9 @@ def load_policies(found: Iterable[EntryPoint] | None = None) -> dict[str, Policy
     return policies
 
 
-def serving_policy(policies: Mapping[str, Policy], supported: Supported = SUPPORTED) -> Policy:
+def serving_policy(policies: Mapping[str, Policy]) -> Policy:
     """What decides for all tenants: the policy that a file names, an operator's override, and the limits."""
-    return Clamp(Repeatable(OrBaseline(Override(ByName(policies)))), supported)
+    return Clamp(Repeatable(OrBaseline(Override(ByName(policies)))))
 
 
 def _make(point: EntryPoint) -> Policy:

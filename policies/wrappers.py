@@ -12,7 +12,6 @@ from .base import Decision, Observation, Policy, Step
 from .baseline import BaselinePolicy
 from .bounds import FORMATS, PlanBounds, cache_name, more_precise, named_plan
 from .fixed import FixedPolicy
-from .supported import SUPPORTED, Supported
 
 FORCIBLE: Mapping[str, Policy] = {"baseline": BaselinePolicy(), "fixed": FixedPolicy()}
 """What an operator may force: nothing, or all that the tenant's file allows."""
@@ -88,14 +87,13 @@ class Repeatable:
 
 
 class Clamp:
-    """The wrapped policy's plan, cut to the tenant's bounds, the request's wish and what is served.
+    """The wrapped policy's plan, cut to the tenant's bounds and the request's wish.
 
     The plan is named anew after what it does, so that a name in a header or a fingerprint can be relied on.
     """
 
-    def __init__(self, policy: Policy, supported: Supported = SUPPORTED) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._supported = supported
 
     def decide(self, observation: Observation) -> Decision:
         """Say in the reason what was cut."""
@@ -103,18 +101,15 @@ class Clamp:
         wanted = within_context(decision.plan, observation)
         allowed = within_bounds(wanted, observation.bounds, observation.quality_loss)
         wished = within_wish(allowed, observation)
-        served = within_supported(wished, self._supported)
         cuts = []
         if allowed != wanted:
             cuts.append(Step("bounds", f"{wanted.name} is more than the tenant's file allows"))
         if wished != allowed:
             cuts.append(Step("request", f"the request wants {_wish(allowed, wished)}"))
-        if served != wished:
-            cuts.append(Step("supported", f"{wished.name} is not served yet by this version"))
         if not cuts:
-            return Decision(served, decision.reason, decision.steps)
+            return Decision(wished, decision.reason, decision.steps)
         reason = "; but ".join([decision.reason, *(cut.says for cut in cuts)])
-        return Decision(served, f"{reason}, so {served.name}", (*decision.steps, *cuts))
+        return Decision(wished, f"{reason}, so {wished.name}", (*decision.steps, *cuts))
 
 
 def within_context(plan: ServingPlan, seen: Observation) -> ServingPlan:
@@ -163,23 +158,6 @@ def within_wish(plan: ServingPlan, seen: Observation) -> ServingPlan:
     if seen.max_draft is not None:
         speculation = replace(speculation, max_draft=min(speculation.max_draft, seen.max_draft))
     return plan if (cache, speculation) == (plan.cache, plan.speculation) else named_plan(cache, speculation)
-
-
-def within_supported(plan: ServingPlan, supported: Supported) -> ServingPlan:
-    """As much of a plan as the engine of this version does."""
-    cache_format = nearest_format(plan.cache.format, supported.formats)
-    proposers = _common(plan.speculation.proposers, supported.proposers)
-    return named_plan(
-        replace(plan.cache, format=cache_format), replace(plan.speculation, proposers=proposers)
-    )
-
-
-def nearest_format(cache_format: str, served: Sequence[str]) -> str:
-    """The format itself if it is served, else the next more precise one that is."""
-    if cache_format not in FORMATS:
-        return FORMATS[0]
-    up_to = FORMATS[: FORMATS.index(cache_format) + 1]
-    return [each for each in up_to if each in served or each == FORMATS[0]][-1]
 
 
 def _wish(allowed: ServingPlan, wished: ServingPlan) -> str:

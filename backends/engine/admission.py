@@ -1,9 +1,11 @@
-"""What the engine takes in: a message and its prompt as tokens become a `Request`, or are refused."""
+"""What the engine takes in: a message's texts become tokens, and with them a `Request`, or are refused."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+
+from msgspec import Struct
 
 from surefoot.backends.errors import ContextTooLong, InvalidPrompt, RequestError
 from surefoot.backends.types import (
@@ -17,6 +19,7 @@ from surefoot.backends.types import (
 
 from .cache_rule import PLAN_FORMATS, CacheSpace
 from .sequence import Request
+from .tokenizer import Tokenizer
 
 LIMIT_IS = "This model's maximum context length is"
 """OpenAI's words. Proxies and agents (LiteLLM, CrewAI) know by them that a shorter prompt would do."""
@@ -27,17 +30,14 @@ def admit(
     prompt_token_ids: tuple[int, ...],
     *,
     key: int,
-    max_model_len: int,
+    space: CacheSpace,
     vocab_size: int,
     now_s: float,
     prediction_token_ids: tuple[int, ...] = (),
-    space: CacheSpace | None = None,
 ) -> Request:
-    """Check a request against the model; raises `RequestError`.
+    """Check a request against model and cache; raises `RequestError`.
 
-    `max_model_len` bounds contexts in full precision; `space` says what a plan with a quantised format
-    may hold, and has to be given if there are such. Without `max_tokens` a choice may fill the context.
-    Without a seed one is drawn.
+    Without `max_tokens` a choice may fill the context. Without a seed one is drawn.
     """
     params = message.params
     if not prompt_token_ids:
@@ -46,8 +46,8 @@ def admit(
     _check_token_ids("logit_bias", params.logit_bias, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     num_prompt = len(prompt_token_ids)
-    limit = context_limit(message.plan.cache, max_model_len, space)
-    longest = max_model_len if space is None else space.longest(message.plan.cache, num_prompt)
+    limit = context_limit(message.plan.cache, space)
+    longest = space.longest(message.plan.cache, num_prompt)
     room = min(limit, longest) - num_prompt
     if room < (1 if params.max_tokens is None else params.max_tokens):
         asked, or_less = "", ""
@@ -69,15 +69,14 @@ def admit(
     )
 
 
-def context_limit(plan: CachePlan, max_model_len: int, space: CacheSpace | None) -> int:
+def context_limit(plan: CachePlan, space: CacheSpace) -> int:
     """The longest that a plan lets prompt and output be together, whatever the cache then has room for.
 
     Raises `RequestError` for a format that there is not.
     """
     if plan.format not in PLAN_FORMATS:
         raise RequestError(f"the plan's cache format {plan.format!r} is none of {', '.join(PLAN_FORMATS)}")
-    is_full = space is None or space.rule(plan, 1) is None
-    model_len = max_model_len if is_full or space is None else space.max_context
+    model_len = space.max_full if space.rule(plan, 1) is None else space.max_context
     return model_len if plan.max_context is None else min(plan.max_context, model_len)
 
 
@@ -92,7 +91,51 @@ def _what_holds(plan: CachePlan, limit: int, longest: int, num_prompt: int) -> s
     return f"{LIMIT_IS} {limit} tokens"
 
 
-def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> None:
+class Tokens(Struct, frozen=True):
+    """A request's texts as tokens."""
+
+    prompt: tuple[int, ...]
+    prediction: tuple[int, ...]
+
+
+def encode(request: GenerateRequest, tokenizer: Tokenizer, longest: int) -> Tokens:
+    """Tokenise a request whose context may have up to `longest` tokens. Slow; raises `RequestError`."""
+    return Tokens(
+        _encode_prompt(request.prompt, tokenizer, longest), _encode_prediction(request, tokenizer, longest)
+    )
+
+
+def _encode_prompt(prompt: Prompt, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
+    _check_length(prompt, longest, tokenizer.max_token_chars)
+    match prompt:
+        case ChatPrompt(messages):
+            return tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
+        case TextPrompt(text):
+            return tuple(tokenizer.encode(text))
+        case TokenPrompt(token_ids):
+            return token_ids
+
+
+def _encode_prediction(request: GenerateRequest, tokenizer: Tokenizer, longest: int) -> tuple[int, ...]:
+    """Its first tokens, as many as a context holds; none where the plan does not draft from them.
+
+    One that is longer than any context is refused: it is tokenised like a prompt.
+    """
+    text, drafts = request.prediction, request.plan.speculation
+    if text is None:
+        return ()
+    if len(text) > longest * tokenizer.max_token_chars:
+        raise ContextTooLong(
+            f"{LIMIT_IS} {longest} tokens, which the prediction's {len(text)} characters"
+            " exceed by far: shorten the prediction.",
+            "prediction",
+        )
+    if "prediction" not in drafts.proposers or not drafts.max_draft:
+        return ()
+    return tuple(tokenizer.encode(text, add_special_tokens=False)[:longest])
+
+
+def _check_length(prompt: Prompt, longest: int, max_token_chars: int) -> None:
     """Refuse what is too long for any tokenizer to make fit, before time is spent on it."""
     match prompt:
         case ChatPrompt(messages):
@@ -102,22 +145,11 @@ def check_length(prompt: Prompt, max_model_len: int, max_token_chars: int) -> No
             num_chars, num_parts = len(text), 0
         case TokenPrompt(token_ids):
             num_chars, num_parts = 0, len(token_ids)
-    if num_parts > max_model_len or num_chars > max_model_len * max_token_chars:
-        size = f"{num_parts} parts" if num_parts > max_model_len else f"{num_chars} characters"
+    if num_parts > longest or num_chars > longest * max_token_chars:
+        size = f"{num_parts} parts" if num_parts > longest else f"{num_chars} characters"
         raise ContextTooLong(
-            f"{LIMIT_IS} {max_model_len} tokens, which the prompt's {size} exceed by far:"
-            " shorten the prompt.",
+            f"{LIMIT_IS} {longest} tokens, which the prompt's {size} exceed by far: shorten the prompt.",
             _param_of(prompt),
-        )
-
-
-def check_prediction(text: str, max_model_len: int, max_token_chars: int) -> None:
-    """Refuse a prediction that is longer than any context: it is tokenised like a prompt."""
-    if len(text) > max_model_len * max_token_chars:
-        raise ContextTooLong(
-            f"{LIMIT_IS} {max_model_len} tokens, which the prediction's {len(text)} characters"
-            " exceed by far: shorten the prediction.",
-            "prediction",
         )
 
 

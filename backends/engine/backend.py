@@ -25,23 +25,19 @@ from surefoot.backends.types import (
     BackendState,
     BackendStats,
     BackendStatus,
-    ChatPrompt,
     Event,
     Finished,
     FormatStats,
     FormatTotal,
     GenerateRequest,
     ModelCard,
-    Prompt,
     SchedulerView,
     SpeculationStats,
     Started,
-    TextPrompt,
-    TokenPrompt,
 )
 from surefoot.kernels.base import Ops
 
-from .admission import admit, check_length, check_prediction, context_limit
+from .admission import admit, context_limit, encode
 from .cache_rule import FULL_NAME, CacheSpace
 from .cache_use import formats_of, totals_of
 from .door import Door
@@ -99,13 +95,6 @@ class _Stop(Struct, frozen=True):
 _Message = _Add | _Abort | _Forget | _Stop
 
 
-class _Tokens(Struct, frozen=True):
-    """A request's texts as tokens."""
-
-    prompt: tuple[int, ...]
-    prediction: tuple[int, ...]
-
-
 class EngineBackend:
     """Serves one model with an engine in this process.
 
@@ -147,8 +136,8 @@ class EngineBackend:
         self._published_s = -math.inf
         self._last_key = -1
         """Of the requests that the engine took."""
-        self._max_model_len: int | None = None
         self._space: CacheSpace | None = None
+        """Of the loaded model's cache."""
         self._formats: tuple[FormatStats, ...] = ()
         self._format_totals: tuple[FormatTotal, ...] = ()
         self._thread: threading.Thread | None = None
@@ -157,9 +146,9 @@ class EngineBackend:
     @property
     def models(self) -> Sequence[ModelCard]:
         """The one model; empty until it is loaded."""
-        if self._max_model_len is None:
+        if self._space is None:
             return ()
-        return (ModelCard(id=self._model_id, created=self._created, max_model_len=self._max_model_len),)
+        return (ModelCard(id=self._model_id, created=self._created, max_model_len=self._space.max_full),)
 
     @property
     def status(self) -> BackendStatus:
@@ -195,7 +184,7 @@ class EngineBackend:
         except Exception as error:
             self._status = BackendStatus(BackendState.FAILED, f"the model could not be loaded: {error}")
             raise
-        self._max_model_len, self._space = self._engine.max_model_len, self._engine.cache_space
+        self._space = self._engine.cache_space
         if (rates := self._settings.speculation.synthetic_acceptance) is not None:
             log.warning("speculation.synthetic", model=self._model_id, rates=rates)
         self._publish()
@@ -223,20 +212,19 @@ class EngineBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Backend.generate`."""
-        max_model_len = self._check_open()
+        space = self._check_open()
         self._door.check_room(request.priority)
-        longest = context_limit(request.plan.cache, max_model_len, self._space)
-        tokens = await asyncio.to_thread(self._encode, request, longest)
+        longest = context_limit(request.plan.cache, space)
+        tokens = await asyncio.to_thread(encode, request, self._parts.loaded.tokenizer, longest)
         self._check_open()
         admitted = admit(
             request,
             tokens.prompt,
             key=next(self._keys),
-            max_model_len=max_model_len,
+            space=space,
             vocab_size=self._parts.loaded.model.config.vocab_size,
             now_s=self._clock(),
             prediction_token_ids=tokens.prediction,
-            space=self._space,
         )
         self._door.check(request)
         events: Mailbox[Event | BackendError] = Mailbox(self._loop)
@@ -259,39 +247,13 @@ class EngineBackend:
             if not self._streams:
                 self._rested.set()
 
-    def _check_open(self) -> int:
-        """Raise `Unavailable`, or return the longest context that is served."""
+    def _check_open(self) -> CacheSpace:
+        """Raise `Unavailable`, or return what bounds contexts."""
         if self._status.state is BackendState.FAILED:
             raise EngineFailed(self._status.detail)
-        if self._status.state is not BackendState.READY or self._max_model_len is None:
+        if self._status.state is not BackendState.READY or self._space is None:
             raise NotReady(self._status.detail)
-        return self._max_model_len
-
-    def _encode(self, request: GenerateRequest, max_model_len: int) -> _Tokens:
-        prompt = self._encode_prompt(request.prompt, max_model_len)
-        return _Tokens(prompt, self._encode_prediction(request, max_model_len))
-
-    def _encode_prediction(self, request: GenerateRequest, max_model_len: int) -> tuple[int, ...]:
-        """Its first tokens, as many as a context holds; none where the plan does not draft from them."""
-        tokenizer, text = self._parts.loaded.tokenizer, request.prediction
-        drafts = request.plan.speculation
-        if text is None:
-            return ()
-        check_prediction(text, max_model_len, tokenizer.max_token_chars)
-        if "prediction" not in drafts.proposers or not drafts.max_draft:
-            return ()
-        return tuple(tokenizer.encode(text, add_special_tokens=False)[:max_model_len])
-
-    def _encode_prompt(self, prompt: Prompt, max_model_len: int) -> tuple[int, ...]:
-        tokenizer = self._parts.loaded.tokenizer
-        check_length(prompt, max_model_len, tokenizer.max_token_chars)
-        match prompt:
-            case ChatPrompt(messages):
-                return tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
-            case TextPrompt(text):
-                return tuple(tokenizer.encode(text))
-            case TokenPrompt(token_ids):
-                return token_ids
+        return self._space
 
     def _fingerprint(self, request: GenerateRequest) -> str:
         mark = "" if self._settings.speculation.synthetic_acceptance is None else ":synthetic"

@@ -28,7 +28,7 @@ from msgspec import Struct
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
 
 from .backend import EngineParts
-from .bench_engine import add_request, load_bench_parts, make_bench_engine, say, step
+from .bench_engine import load_bench_parts, make_bench_engine, say, step
 from .cache_demand import Demand, Residents, Shape, simulated
 from .cache_rule import BOUNDARY_TOKENS, FULL_NAME
 from .device_runner import bytes_of_block
@@ -250,14 +250,15 @@ def _add(
     engine: Engine, parts: EngineParts, key: int, num_prompt: int, num_output: int, cache_format: str
 ) -> None:
     token_ids = range(parts.loaded.config.vocab_size)
+    prompt = tuple(random.Random(key).choices(token_ids, k=num_prompt))
     message = GenerateRequest(
         request_id=str(key),
         model="",
-        prompt=TokenPrompt(tuple(random.Random(key).choices(token_ids, k=num_prompt))),
+        prompt=TokenPrompt(prompt),
         params=SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True),
         plan=ServingPlan(name=cache_format, cache=CachePlan(format=cache_format)),
     )
-    add_request(engine, parts, message, key=key)
+    engine.submit(message, prompt, key=key)
 
 
 def _run(engine: Engine) -> None:

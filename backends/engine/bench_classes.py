@@ -22,9 +22,8 @@ from cyclopts import App, Parameter
 from msgspec import Struct
 from msgspec.structs import replace
 
-from surefoot.backends.catalog import default_model_id, locate_model
-
 from .backend import EngineParts
+from .bench_engine import load_bench_parts, say
 from .bench_load import Answer, play, served
 from .device_runner import bytes_of_block
 from .first_come import FirstComeScheduler
@@ -33,7 +32,6 @@ from .scheduler import MakeScheduler
 from .settings import EngineSettings
 from .simulation_report import percentile
 from .simulator import blocks_of
-from .start import EngineOptions, load_parts
 from .trace import Lengths, Promise, TraceRequest, synthetic_trace
 
 PROMISES: Mapping[str, Promise] = {
@@ -110,13 +108,8 @@ DEFAULT_JOB = Job()
 
 def main(*, job: Job = DEFAULT_JOB) -> int:
     """Measure promises under a flood beside first come, first served, and a cache too small for all."""
-    options = EngineOptions(
-        model=locate_model(job.model),
-        model_id=default_model_id(job.model),
-        cache_dir=job.cache_dir.expanduser(),
-        threads=job.threads,
-    )
-    result = asyncio.run(measure(job, replace(load_parts(options, _say), cost_file=None)))
+    parts = load_bench_parts(job.model, job.cache_dir, job.threads)
+    result = asyncio.run(measure(job, replace(parts, cost_file=None)))
     sys.stdout.write(text_of(result))
     if job.output is not None:
         job.output.write_bytes(msgspec.json.encode(result) + b"\n")
@@ -125,7 +118,7 @@ def main(*, job: Job = DEFAULT_JOB) -> int:
 
 async def measure(job: Job, parts: EngineParts) -> Result:
     """Capacity, then both arms, then the crowd."""
-    _say("capacity: a flood alone ...")
+    say("capacity: a flood alone ...")
     flood = {"batch": 1e3 / job.output_tokens}
     alone, _ = await run_flood(job, parts, PromiseScheduler, flood, job.seconds)
     capacity = rate(alone, job.seconds / 3, job.seconds)
@@ -136,11 +129,11 @@ async def measure(job: Job, parts: EngineParts) -> Result:
         )
     arms = []
     for name, make in (("promise", PromiseScheduler), ("first-come", FirstComeScheduler)):
-        _say(f"{name}: {job.interactive:g} interactive and {batch:.2f} batch requests a second ...")
+        say(f"{name}: {job.interactive:g} interactive and {batch:.2f} batch requests a second ...")
         rates = {"interactive": job.interactive, "batch": batch}
         answers, predicted_share = await run_flood(job, parts, make, rates, job.seconds)
         arms.append(_arm(job, name, answers, predicted_share, capacity))
-    _say(f"{NUM_CROWD} requests at once, with all the cache they want and with half ...")
+    say(f"{NUM_CROWD} requests at once, with all the cache they want and with half ...")
     return Result(capacity=capacity, arms=arms, crowd=await run_crowd(parts))
 
 
@@ -257,10 +250,6 @@ def _settings(parts: EngineParts, num_blocks: int, max_sequences: int) -> Engine
         max_waiting=100_000,
         max_waiting_s=1e6,
     )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ from pathlib import Path
 
 from surefoot.backends.catalog import default_model_id, locate_model
 from surefoot.backends.errors import BackendError
-from surefoot.backends.types import GenerateRequest, TokenPrompt
 
-from .admission import admit
 from .backend import EngineParts
 from .engine import Engine, EngineCounters, Output
 from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler
-from .sequence import Request
 from .settings import EngineSettings
 from .start import EngineOptions, load_parts
 
@@ -50,30 +47,6 @@ def make_bench_engine(
     for _ in range(2):
         engine.warm_up()
     return engine
-
-
-def add_request(
-    engine: Engine,
-    parts: EngineParts,
-    message: GenerateRequest,
-    *,
-    key: int,
-    prediction_token_ids: tuple[int, ...] = (),
-) -> Request:
-    """Queue a request whose prompt is tokens; raises `RequestError` for one that does not fit."""
-    assert isinstance(message.prompt, TokenPrompt)
-    request = admit(
-        message,
-        message.prompt.token_ids,
-        key=key,
-        max_model_len=engine.max_model_len,
-        vocab_size=parts.loaded.model.config.vocab_size,
-        now_s=time.perf_counter(),
-        prediction_token_ids=prediction_token_ids,
-        space=engine.cache_space,
-    )
-    engine.add(request)
-    return request
 
 
 def step(engine: Engine) -> list[Output]:

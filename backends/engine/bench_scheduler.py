@@ -26,7 +26,7 @@ from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
 from .backend import PUBLISH_EVERY_S, EngineParts
-from .bench_engine import add_request, load_bench_parts, make_bench_engine, say
+from .bench_engine import load_bench_parts, make_bench_engine, say
 from .cache_use import formats_of, totals_of
 from .cost_model import CostModel
 from .device_runner import bytes_of_block
@@ -143,10 +143,10 @@ def _measure(job: Job, parts: EngineParts, case: Case, step_s: float) -> Measure
     engine = _engine(job, parts, timed(case.make, taken_s))
     target_s = None if case.target_steps is None else case.target_steps * step_s
     for key in range(job.running):
-        _add(job, parts, engine, key, target_s)
+        _add(job, engine, key, target_s)
     _start_all(engine, job.running)
     for key in range(job.running, job.running + job.waiting):
-        _add(job, parts, engine, key, None)
+        _add(job, engine, key, None)
     taken_s.clear()
     steps_s = [_seconds(engine.step) for _ in range(job.steps)]
     return Measured(
@@ -200,16 +200,17 @@ def _engine(job: Job, parts: EngineParts, make: MakeScheduler) -> Engine:
     return make_bench_engine(parts, settings, make)
 
 
-def _add(job: Job, parts: EngineParts, engine: Engine, key: int, target_s: float | None) -> None:
+def _add(job: Job, engine: Engine, key: int, target_s: float | None) -> None:
+    prompt = tuple(Random(key).choices(TOKEN_IDS, k=NUM_PROMPT_TOKENS))
     message = GenerateRequest(
         request_id=str(key),
         model="bench",
-        prompt=TokenPrompt(tuple(Random(key).choices(TOKEN_IDS, k=NUM_PROMPT_TOKENS))),
+        prompt=TokenPrompt(prompt),
         params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=job.steps + MORE_TOKENS),
         tpot_target_s=target_s,
         flow=str(key % NUM_FLOWS),
     )
-    add_request(engine, parts, message, key=key)
+    engine.submit(message, prompt, key=key)
 
 
 def _publish(engine: Engine, job: Job) -> None:

@@ -177,6 +177,11 @@ class CacheSpace(Struct, frozen=True, kw_only=True):
         """Bytes of a block in all layers."""
         return self.num_layers * self.layout.block_bytes
 
+    @property
+    def max_full(self) -> int:
+        """The longest context in full precision."""
+        return min(self.max_context, self.num_blocks * BLOCK_TOKENS)
+
     def rule(self, plan: CachePlan, num_prompt: int, *, is_seeded: bool = False) -> CacheRule | None:
         """What a plan means for a prompt; None for full precision.
 
@@ -202,7 +207,7 @@ class CacheSpace(Struct, frozen=True, kw_only=True):
         """The longest context that fits the cache and the model, for a prompt of so many tokens."""
         rule = self.rule(plan, num_prompt)
         if rule is None:
-            return min(self.max_context, self.num_blocks * BLOCK_TOKENS)
+            return self.max_full
         return rule.longest(self.num_blocks, self.max_context)
 
 

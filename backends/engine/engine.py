@@ -18,12 +18,14 @@ from surefoot.backends.types import (
     Event,
     Finished,
     FinishReason,
+    GenerateRequest,
     PromptEcho,
     TextPrompt,
 )
 from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS, FULL
 
+from .admission import admit
 from .block_pool import BlockPool
 from .cache_rule import CacheSpace, format_name
 from .choice_stream import ChoiceStream, joined
@@ -98,6 +100,7 @@ class Engine:
         drafts for `loaded`, of the same vocabulary.
         """
         self._tokenizer = loaded.tokenizer
+        self._vocab_size = loaded.model.config.vocab_size
         self._clock = clock
         self._compiles_late = ops.is_asynchronous
         """A GPU's kernels are compiled when they are first launched, which is not what steps cost."""
@@ -145,9 +148,12 @@ class Engine:
                 loaded.model.config.max_model_len,
             ),
         )
-        self.max_model_len = min(self.cache_space.max_context, self.pool.num_blocks * BLOCK_TOKENS)
-        """Tokens of prompt and output in full precision: what model, settings and whole cache allow."""
         self._requests: dict[int, Request] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output in full precision: what model, settings and whole cache allow."""
+        return self.cache_space.max_full
 
     @property
     def has_work(self) -> bool:
@@ -173,6 +179,27 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self.last_step = None
 
+    def submit(
+        self,
+        message: GenerateRequest,
+        prompt_token_ids: tuple[int, ...],
+        *,
+        key: int,
+        prediction_token_ids: tuple[int, ...] = (),
+    ) -> Request:
+        """Check a request and queue it; for whoever has no thread between the two. Raises `RequestError`."""
+        request = admit(
+            message,
+            prompt_token_ids,
+            key=key,
+            space=self.cache_space,
+            vocab_size=self._vocab_size,
+            now_s=self._clock(),
+            prediction_token_ids=prediction_token_ids,
+        )
+        self.add(request)
+        return request
+
     def add(self, request: Request) -> None:
         """Queue a request that `admission` has accepted."""
         params = request.message.params
@@ -182,15 +209,17 @@ class Engine:
         )
         self._prefix_cache.enter(request)
         continues = not isinstance(request.message.prompt, ChatPrompt)
-        for choice in range(params.n):
-            detokenizer = self._tokenizer.detokenizer(continues=continues)
-            stream = ChoiceStream(choice, detokenizer, params.stop, has_logprobs=params.logprobs is not None)
-            sequence = Sequence(request, choice, stream)
-            request.sequences.append(sequence)
-            if choice > 0 and request.shares_prompt:
-                sequence.status = SequenceStatus.HELD
-            else:
-                self.scheduler.add(sequence)
+        streams = (
+            ChoiceStream(
+                choice,
+                self._tokenizer.detokenizer(continues=continues),
+                params.stop,
+                has_logprobs=params.logprobs is not None,
+            )
+            for choice in range(params.n)
+        )
+        for sequence in request.branch(streams):
+            self.scheduler.add(sequence)
 
     def abort(self, key: int) -> None:
         """Forget a request and free its blocks; one that has ended already is no error."""
@@ -340,15 +369,8 @@ class Engine:
             seq.num_committed += chunk.num_tokens
             self._prefix_cache.publish(seq)
             if seq.num_committed >= seq.num_prompt_tokens and not seq.request.has_run_prompt:
-                self._prompt_ran(seq.request)
-
-    def _prompt_ran(self, request: Request) -> None:
-        """The prompt is in the cache: the choices that were held can begin with it."""
-        request.has_run_prompt = True
-        for sequence in request.sequences:
-            if sequence.status is SequenceStatus.HELD:
-                sequence.status = SequenceStatus.WAITING
-                self.scheduler.add(sequence)
+                for held in seq.request.prompt_ran():
+                    self.scheduler.add(held)
 
     def _postprocess(self, chunk: ScheduledChunk, results: list[Sampled | Exception]) -> list[Output]:
         """Turn a chunk's tokens into events. Whatever goes wrong here ends this request alone."""

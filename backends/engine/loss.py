@@ -21,14 +21,13 @@ from surefoot.backends.errors import BackendError
 from surefoot.backends.types import GenerateRequest, PromptEcho, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .admission import admit
 from .backend import EngineParts
 from .device_runner import bytes_of_block
 from .engine import Engine, EngineCounters
 from .loss_errors import LossError
 from .loss_text import read_text
 from .settings import EngineSettings
-from .start import EngineOptions, Progress, engine_settings, load_parts
+from .start import EngineOptions, Progress, load_parts
 from .tokenizer import Tokenizer
 from .weight_mode import WeightMode
 
@@ -187,7 +186,7 @@ def score(
     tell = _score_progress(weights, logprobs.numel(), progress)
     started_s = time.monotonic()
     for number, window in enumerate(windows):
-        predicted = [entry for entry in _prompt_logprobs(engine, parts, number, window) if entry is not None]
+        predicted = [entry for entry in _prompt_logprobs(engine, number, window) if entry is not None]
         logprobs[number] = torch.tensor([logprob for logprob, _ in predicted], dtype=torch.float64)
         argmax[number] = torch.tensor([best for _, best in predicted])
         tell((number + 1) * len(predicted))
@@ -230,12 +229,10 @@ def _limits(options: EngineOptions, parts: EngineParts, settings: LossSettings) 
     """The server's limits, with a cache for the one window that is scored at a time."""
     num_blocks = settings.window // BLOCK_TOKENS + 1
     block_bytes = bytes_of_block(parts.loaded.model, parts.cache_dtype)
-    return engine_settings(replace(options, cache_bytes=num_blocks * block_bytes))
+    return replace(options.settings, cache_bytes=num_blocks * block_bytes)
 
 
-def _prompt_logprobs(
-    engine: Engine, parts: EngineParts, key: int, token_ids: tuple[int, ...]
-) -> list[tuple[float, int] | None]:
+def _prompt_logprobs(engine: Engine, key: int, token_ids: tuple[int, ...]) -> list[tuple[float, int] | None]:
     """Each token's log-probability and the likeliest token in its place; None for the first one."""
     message = GenerateRequest(
         request_id=str(key),
@@ -244,17 +241,7 @@ def _prompt_logprobs(
         params=SamplingParams(logprobs=1, max_tokens=0),
         echo=True,
     )
-    vocab_size = parts.loaded.config.vocab_size
-    engine.add(
-        admit(
-            message,
-            token_ids,
-            key=key,
-            max_model_len=engine.max_model_len,
-            vocab_size=vocab_size,
-            now_s=time.monotonic(),
-        )
-    )
+    engine.submit(message, token_ids, key=key)
     entries: list[tuple[float, int] | None] = []
     while engine.has_work:
         for output in engine.step():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Protocol
 
@@ -255,6 +256,25 @@ class Request:
         self.num_queried_tokens = 0
         """Prompt tokens that other requests may have left in the cache, and those that were found there."""
         self.num_cached_tokens = 0
+
+    def branch(self, streams: Iterable[ChoiceStream]) -> list[Sequence]:
+        """Make a sequence for each choice; returns those to queue now.
+
+        Where choices share the prompt the others are held until the first one has run it.
+        """
+        self.sequences = [Sequence(self, choice, stream) for choice, stream in enumerate(streams)]
+        num_now = 1 if self.shares_prompt else len(self.sequences)
+        for sequence in self.sequences[num_now:]:
+            sequence.status = SequenceStatus.HELD
+        return self.sequences[:num_now]
+
+    def prompt_ran(self) -> list[Sequence]:
+        """Note that the prompt is in the cache; returns the choices that were held, to queue now."""
+        self.has_run_prompt = True
+        held = [sequence for sequence in self.sequences if sequence.status is SequenceStatus.HELD]
+        for sequence in held:
+            sequence.status = SequenceStatus.WAITING
+        return held
 
     @property
     def deadline_s(self) -> float:

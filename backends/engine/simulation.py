@@ -14,7 +14,6 @@ from .cache_rule import FULL_NAME, PLAN_FORMATS
 from .engine import Engine, EngineCounters
 from .gpu_times import GPUS, GpuTimes
 from .machine_file import MachineCost, load_machine, save_machine
-from .settings import EngineSettings
 from .simulation_report import SimulationReport, report_of
 from .simulator import Machine, gpu_machine, simulate
 from .start import SCHEDULERS, EngineOptions, Progress, cost_file, engine_settings, load_parts
@@ -34,7 +33,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
 
     `cost` is a file of step costs (None: what the model's server kept, else measured now), `gpu` a device of
     `GPUS` with Llama-3.1-8B instead; `cache_blocks` None is what the server had or the device has room for.
-    All requests have `cache_format`. `ValueError` for what is of no use.
+    All requests have `cache_format`. `TraceError` for what is of no use.
     """
 
     trace: Path | None = None
@@ -55,12 +54,12 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
             ("cache_format", self.cache_format, PLAN_FORMATS),
         ):
             if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(filter(None, known))}, got {value}")
+                raise TraceError(f"{name} must be one of {', '.join(filter(None, known))}, got {value}")
         if self.gpu is not None and (self.cost is not None or self.speed != 1):
-            raise ValueError("gpu says what steps cost: leave cost and speed out")
+            raise TraceError("gpu says what steps cost: leave cost and speed out")
         for name in ("duration", "prompt_tokens", "output_tokens", "speed", "cache_blocks"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value:g}")
+                raise TraceError(f"{name} must be above 0, got {value:g}")
 
 
 def simulate_machine(
@@ -73,16 +72,7 @@ def simulate_machine(
     `ModelError`.
     """
     trace = trace_of(what, promises)
-    settings = EngineSettings(
-        cache_bytes=1,  # The blocks are given; nothing is stored in them.
-        max_sequences=options.max_sequences,
-        max_batched_tokens=options.max_batched_tokens,
-        max_prefill_chunk=options.max_prefill_chunk,
-        max_waiting=options.max_waiting,
-        max_waiting_s=options.max_waiting_s,
-        headroom=options.headroom,
-        prefix_cache=options.prefix_cache,
-    )
+    settings = options.settings
     if what.gpu is not None:
         machine = gpu_machine(GpuTimes(GPUS[what.gpu]), settings, what.cache_blocks)
     else:

@@ -34,7 +34,6 @@ from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler, ScheduledChunk, shape_of
 from .scheduler_load import UnitCost, load_of
 from .sequence import Request
-from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
 from .step_times import LinearTimes, StepTimes
 from .trace import Promise, TraceRequest
@@ -218,8 +217,7 @@ class Simulation:
             arrived_s=traced.arrival_s,
         )
         request.cache_rule = self._space.rule(plan.cache, traced.prompt_tokens)
-        sequence = EngineSequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
-        request.sequences.append(sequence)
+        (sequence,) = request.branch(without_text(1))
         self._blocks.enter(request)
         self._traced[key], self._last_key = traced, key
         self.scheduler.add(sequence)
@@ -326,6 +324,11 @@ class NoText:
 
     def flush(self) -> str:
         return ""
+
+
+def without_text(num_choices: int) -> list[ChoiceStream]:
+    """Streams of choices of which only token counts matter."""
+    return [ChoiceStream(choice, NoText(), (), has_logprobs=False) for choice in range(num_choices)]
 
 
 def _message(key: int, traced: TraceRequest, promise: Promise, plan: ServingPlan) -> GenerateRequest:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from surefoot.kernels.base import Ops
 from surefoot.kernels.select import select_ops
@@ -24,7 +25,6 @@ from .prepare import LoadedModel, load_model
 from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler
 from .settings import EngineSettings
-from .speculation.settings import SpeculationSettings
 from .speculation.vocabulary import check_vocabularies
 from .weight_mode import WeightMode
 
@@ -45,7 +45,7 @@ AUTO_CACHE_SHARE = 0.25
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
     """An operator's choices, None for `auto`; a GPU as `device` is one that is there. `cache_dir` holds
-    prepared weights and compiled kernels.
+    prepared weights and compiled kernels. `settings` may leave the cache's size open on a CPU too.
 
     A `draft_model` (None: there is none) is kept in the same form of weights.
     """
@@ -53,24 +53,12 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     model: Path
     model_id: str
     cache_dir: Path
+    settings: EngineSettings = EngineSettings(cache_bytes=None)
     device: torch.device = CPU
     weights: WeightMode = WeightMode.NATIVE
     threads: int | None = None
-    cache_bytes: int | None = None
-    max_model_len: int | None = None
-    max_sequences: int = 64
-    max_batched_tokens: int = 512
-    max_prefill_chunk: int | None = None
     scheduler: Literal["promise", "first-come"] = "promise"
-    max_waiting: int = 1024
-    prefix_cache: bool = True
-    max_waiting_s: float = 600.0
-    headroom: float = 0.1
-    watchdog_s: float = 120.0
     draft_model: Path | None = None
-    draft_cache_bytes: int | None = None
-    max_draft: int = 16
-    synthetic_acceptance: tuple[float, ...] | None = None
 
 
 def make_backend(options: EngineOptions, progress: Progress) -> EngineBackend:
@@ -87,29 +75,16 @@ def engine_settings(options: EngineOptions) -> EngineSettings:
     """The engine's limits. Without a cache size it gets a share of the memory that is available now; a GPU's
     is measured when the weights are there.
     """
-    is_on_cpu = options.device.type == "cpu"
-    share = int(available_memory_bytes() * AUTO_CACHE_SHARE) if is_on_cpu else None
-    return EngineSettings(
-        cache_bytes=options.cache_bytes or share,
-        max_model_len=options.max_model_len,
-        max_sequences=options.max_sequences,
-        max_batched_tokens=options.max_batched_tokens,
-        max_prefill_chunk=options.max_prefill_chunk,
-        max_waiting=options.max_waiting,
-        prefix_cache=options.prefix_cache,
-        max_waiting_s=options.max_waiting_s,
-        headroom=options.headroom,
-        watchdog_s=options.watchdog_s,
-        speculation=SpeculationSettings(
-            max_draft=options.max_draft,
-            synthetic_acceptance=options.synthetic_acceptance,
-            draft_cache_bytes=options.draft_cache_bytes,
-        ),
-    )
+    if options.settings.cache_bytes is not None or options.device.type != "cpu":
+        return options.settings
+    return replace(options.settings, cache_bytes=int(available_memory_bytes() * AUTO_CACHE_SHARE))
 
 
 def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
-    """Everything slow: prepare the weights if that has not been done, and load them."""
+    """Everything slow: prepare the weights if that has not been done, and load them.
+
+    Raises `ModelError`, also where the vocabulary of a model that drafts is another one.
+    """
     begun_s = time.monotonic()
     num_threads = options.threads or cpu_count()
     ops = select_ops(
@@ -124,20 +99,11 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     if options.device != CPU:
         progress("Kernels are compiled as they are met and kept: a first start takes longer than others.")
     compiled_s = time.monotonic()
-    loaded = load_model(
-        options.model,
-        mode=options.weights,
-        ops=ops,
-        cache_dir=options.cache_dir,
-        progress=progress,
-        device=options.device,
-        max_model_len=options.max_model_len,
-    )
-    draft = (
-        None
-        if options.draft_model is None
-        else _load_draft(options.draft_model, loaded, options, ops, progress)
-    )
+    loaded = _load(options.model, options, ops, progress)
+    draft = None
+    if options.draft_model is not None:
+        draft = _load(options.draft_model, options, ops, progress)
+        check_vocabularies(loaded.tokenizer, draft.tokenizer, options.model.name, options.draft_model.name)
     loaded_s = time.monotonic()
     if loaded_s - begun_s > SLOW_START_S:
         progress(
@@ -155,21 +121,16 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     )
 
 
-def _load_draft(
-    path: Path, target: LoadedModel, options: EngineOptions, ops: Ops, progress: Progress
-) -> LoadedModel:
-    """A model that drafts for `target`; raises `ModelError`, also where their vocabularies differ."""
-    draft = load_model(
+def _load(path: Path, options: EngineOptions, ops: Ops, progress: Progress) -> LoadedModel:
+    return load_model(
         path,
         mode=options.weights,
         ops=ops,
         cache_dir=options.cache_dir,
         progress=progress,
         device=options.device,
-        max_model_len=options.max_model_len,
+        max_model_len=options.settings.max_model_len,
     )
-    check_vocabularies(target.tokenizer, draft.tokenizer, options.model.name, path.name)
-    return draft
 
 
 def cost_file(options: EngineOptions) -> Path:

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 
 class TraceError(ValueError):
-    """A trace or a rate cannot be used; the message has the line or the word."""
+    """What is asked of the simulator cannot be used; the message has the line, the word or the number."""
 
 
 class Promise(Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ import asyncio
 import json
 import sys
 
-FLAGS = dict(argument[2:].split("=", 1) for argument in sys.argv[2:])
+FLAGS = dict(argument[2:].split("=", 1) for argument in sys.argv[2:-2])
+PORT = int(sys.argv[-1])
 TOKEN_S = 0.005
 METRICS = (
     'surefoot_event_loop_lag_seconds_bucket{{le="0.01"}} {0}\n'
@@ -80,7 +81,7 @@ class Server:
 
 async def main() -> None:
     """Listen until killed."""
-    async with await asyncio.start_server(Server().serve, "127.0.0.1", int(FLAGS["port"])) as server:
+    async with await asyncio.start_server(Server().serve, "127.0.0.1", PORT) as server:
         await server.serve_forever()
 
 

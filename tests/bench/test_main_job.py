@@ -16,7 +16,7 @@ from surefoot.bench.keep_alive import Waiter, watch_waiting
 from surefoot.bench.loop_lag import LAG_METRIC, LagProbe, quantile, read_buckets
 from surefoot.bench.machine import describe_machine
 from surefoot.bench.main_job import rows_of, run, text_of
-from surefoot.bench.main_rounds import REQUESTS_EACH, Job, JobResult, OurRound, measure, model_file
+from surefoot.bench.main_rounds import REQUESTS_EACH, Job, JobResult, OurRound, measure
 from surefoot.bench.progress import Progress
 from surefoot.bench.served import ServedProcess, free_port
 
@@ -247,7 +247,7 @@ def test_a_server_that_dies_under_load_is_named(tmp_path: Path) -> None:
 def test_a_model_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that does not exist ends the job with status 2 and the path."""
     with pytest.raises(BenchError, match=r"none\.gguf"):
-        model_file(Job(model=tmp_path / "none.gguf"))
+        Job(model=tmp_path / "none.gguf").model_file()
     assert run(["--model", str(tmp_path / "none.gguf")]) == 2
     assert "none.gguf" in capsys.readouterr().err
 

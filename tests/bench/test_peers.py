@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from surefoot.bench.bars import turned
 from surefoot.bench.client import Collector, HttpClient
 from surefoot.bench.errors import BenchError
 from surefoot.bench.machine import describe_machine
@@ -22,20 +23,18 @@ from surefoot.bench.peers_memory import resident_bytes
 from surefoot.bench.peers_plot import Panel, plot
 from surefoot.bench.peers_rounds import (
     PeerRound,
-    PeersJob,
     PeersResult,
     find_contenders,
     measure_peers,
-    turned,
 )
-from surefoot.bench.peers_servers import LLAMA, OURS, TRANSFORMERS, VLLM
+from surefoot.bench.peers_servers import LLAMA, OURS, TRANSFORMERS, VLLM, PeersJob
 
 from .scripted_server import Call, scripted
 
 BODY = b'{"prompt": "hello"}'
 LOADS = peer_loads(128, 512, 2048)
 STUB = Path(__file__).with_name("stub_surefoot.py")
-TINY = ["--rounds=1", "--output-tokens=4", "--prefill-tokens=24", "--past-tokens=40", "--no-transformers"]
+TINY = ["--rounds=1", "--output-tokens=20", "--prefill-tokens=24", "--past-tokens=40", "--no-transformers"]
 
 
 def peer_round(speed: float) -> PeerRound:
@@ -75,7 +74,7 @@ def stand_in(file: Path) -> Path:
         file,
         '[ "$1" = --version ] && { echo "version: 9" >&2; exit; }\n'
         'for port in "$@"; do :; done\n'
-        f'exec "{sys.executable}" "{STUB}" serve --port="$port" --max-sequences=32 --keep-alive-s=10',
+        f'exec "{sys.executable}" "{STUB}" serve --max-sequences=32 --keep-alive-s=10 --port "$port"',
     )
 
 
@@ -279,7 +278,7 @@ def test_a_vllm_that_cannot_start_is_left_out(tiny: list[str], tmp_path: Path) -
         surefoot=tmp_path / "surefoot",
         peers_venv=venv,
         rounds=1,
-        output_tokens=4,
+        output_tokens=20,
         prefill_tokens=24,
         past_tokens=40,
         transformers=False,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.engine import Engine, EngineCounters
 from surefoot.backends.engine.promise_scheduler import PromiseScheduler
@@ -72,16 +71,7 @@ def run(
         message = GenerateRequest(
             request_id=str(key), model="", prompt=TextPrompt(text), params=params, **promised
         )
-        engine.add(
-            admit(
-                message,
-                tuple(parts.loaded.tokenizer.encode(text)),
-                key=key,
-                max_model_len=engine.max_model_len,
-                vocab_size=parts.loaded.model.config.vocab_size,
-                now_s=time.monotonic(),
-            )
-        )
+        engine.submit(message, tuple(parts.loaded.tokenizer.encode(text)), key=key)
         answers[key] = Answer([])
     while engine.has_work:
         for output in engine.step():
@@ -102,15 +92,7 @@ def raw_logits(engine: Engine, parts: EngineParts, token_ids: Sequence[int]) -> 
         params=SamplingParams(logprobs=0, max_tokens=0),
         echo=True,
     )
-    request = admit(
-        message,
-        tuple(token_ids),
-        key=next(_keys),
-        max_model_len=engine.max_model_len,
-        vocab_size=parts.loaded.model.config.vocab_size,
-        now_s=0.0,
-    )
-    engine.add(request)
+    request = engine.submit(message, tuple(token_ids), key=next(_keys))
     rows = []
     while request.sequences[0].num_committed < len(token_ids):
         chunks = engine.scheduler.schedule()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from surefoot.backends.engine.block_pool import BlockPool
-from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.cost_model import CostModel, StepCost, StepShape
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.prefix_cache import PrefixCache
@@ -13,7 +12,7 @@ from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.scheduler import MakeScheduler, ScheduledChunk, Scheduler
 from surefoot.backends.engine.sequence import Request, Sequence, SequenceStatus
 from surefoot.backends.engine.settings import EngineSettings
-from surefoot.backends.engine.simulator import NoText, VirtualClock
+from surefoot.backends.engine.simulator import VirtualClock, without_text
 from surefoot.backends.types import GenerateRequest, TokenPrompt
 
 SCHEDULERS: tuple[MakeScheduler, ...] = (FirstComeScheduler, PromiseScheduler)
@@ -22,32 +21,17 @@ COST = StepCost(fixed_s=0.01, row_s=0.001, further_row_s=0.001, sequence_s=0.0, 
 """10 ms a step and 1 ms a row, so that expectations can be computed in the head."""
 
 
-def add_choice(request: Request) -> Sequence:
-    """One choice more, of which tests look at token counts alone."""
-    choice = len(request.sequences)
-    sequence = Sequence(request, choice, ChoiceStream(choice, NoText(), (), has_logprobs=False))
-    request.sequences.append(sequence)
-    return sequence
-
-
 def enter(request: Request, cache: PrefixCache, scheduler: Scheduler) -> None:
     """Queue a request's choices as the engine does: those that share its prompt are held until it has run."""
     cache.enter(request)
-    for _ in range(request.message.params.n):
-        sequence = add_choice(request)
-        if sequence.choice and request.shares_prompt:
-            sequence.status = SequenceStatus.HELD
-        else:
-            scheduler.add(sequence)
+    for sequence in request.branch(without_text(request.message.params.n)):
+        scheduler.add(sequence)
 
 
 def queue_held(request: Request, scheduler: Scheduler) -> None:
     """Some choice has run the prompt."""
-    request.has_run_prompt = True
-    for sequence in request.sequences:
-        if sequence.status is SequenceStatus.HELD:
-            sequence.status = SequenceStatus.WAITING
-            scheduler.add(sequence)
+    for held in request.prompt_ran():
+        scheduler.add(held)
 
 
 def abort(request: Request, scheduler: Scheduler) -> None:
@@ -88,7 +72,7 @@ class Driver:
             seed=0,
             arrived_s=self.clock.now_s,
         )
-        sequence = add_choice(request)
+        (sequence,) = request.branch(without_text(1))
         self.scheduler.add(sequence)
         return sequence
 

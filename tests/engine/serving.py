@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -11,7 +10,6 @@ from random import Random
 import torch
 from msgspec import Struct
 
-from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.engine import Engine
 from surefoot.backends.engine.hf_folder import read_config
@@ -82,7 +80,6 @@ class Server:
         self, parts: EngineParts, make_scheduler: MakeScheduler = PromiseScheduler, **limits: int
     ) -> None:
         self.engine: Engine = make_engine(parts, make_scheduler=make_scheduler, **limits)
-        self._vocab_size = parts.loaded.model.config.vocab_size
         self._keys = itertools.count()
         self._rows: list[int] = []
         self._run = self.engine._runner.run
@@ -97,17 +94,7 @@ class Server:
     def add(self, each: GenerateRequest) -> Request:
         """Queue one."""
         assert isinstance(each.prompt, TokenPrompt)
-        request = admit(
-            each,
-            each.prompt.token_ids,
-            key=next(self._keys),
-            max_model_len=self.engine.max_model_len,
-            vocab_size=self._vocab_size,
-            now_s=time.monotonic(),
-            space=self.engine.cache_space,
-        )
-        self.engine.add(request)
-        return request
+        return self.engine.submit(each, each.prompt.token_ids, key=next(self._keys))
 
     def serve_all(self, messages: Sequence[GenerateRequest]) -> list[Served]:
         """All at once; each gets all steps' rows."""

@@ -119,7 +119,11 @@ def test_the_scheduler_is_the_one_that_was_named(
 
     async def main() -> None:
         options = start.EngineOptions(
-            model=Path("m"), model_id="m", cache_dir=Path(), scheduler=name, cache_bytes=64 * MIB
+            model=Path("m"),
+            model_id="m",
+            cache_dir=Path(),
+            scheduler=name,
+            settings=EngineSettings(cache_bytes=64 * MIB),
         )
         backend = start.make_backend(options, print)
         await backend.start()

@@ -25,11 +25,10 @@ from surefoot.backends.engine.cache_rule import PLAN_FORMATS
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.sequence import Request
 from surefoot.backends.engine.settings import EngineSettings
-from surefoot.backends.engine.simulator import Machine
+from surefoot.backends.engine.simulator import Machine, without_text
 from surefoot.backends.types import GenerateRequest, TokenPrompt
 from surefoot.kernels.layout import BlockLayout
 
-from .schedules import add_choice
 from .serving import load_tiny
 
 LAYOUT = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
@@ -81,7 +80,8 @@ def test_residents_are_counted_while_the_cache_is_full() -> None:
         seed=0,
         arrived_s=0.0,
     )
-    first, second = add_choice(request), add_choice(request)
+    request.branch(without_text(2))
+    first, second = request.sequences
     residents = Residents(4)
     for decoding, running, num_open in (
         ([], [first], 4),

@@ -11,7 +11,6 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cache_rule import format_name
 from surefoot.backends.engine.cache_use import formats_of, totals_of
@@ -390,14 +389,7 @@ def test_what_cannot_fit_is_refused(
 def test_an_unknown_format_is_refused(tiny_parts: EngineParts) -> None:
     """A plan with a format that no kernel has is refused by name."""
     with pytest.raises(RequestError, match="k2v2"):
-        admit(
-            message(prompt_of(5), GREEDY, plan=plan("k2v2")),
-            (1, 2),
-            key=0,
-            max_model_len=10,
-            vocab_size=10,
-            now_s=0.0,
-        )
+        Server(tiny_parts).add(message(prompt_of(5), GREEDY, plan=plan("k2v2")))
 
 
 def test_a_prompt_that_does_not_fit_is_demoted_on_the_way(parts: EngineParts, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 from surefoot.backends.fake import FakeBackend, Script
 from surefoot.gateway.admin import AdminKey
 from surefoot.gateway.app import create_app
+from surefoot.gateway.clock import FakeClock
 from surefoot.gateway.overrides import Override, Overrides
 from surefoot.gateway.settings import SettingsError, resolve
 from surefoot.gateway.tenant_folder import TenantFolder
@@ -295,14 +296,14 @@ def test_overrides_of_no_use(
 
 def test_overrides_expire() -> None:
     """A forced plan ends by itself, and tells how long it still holds."""
-    now = 100.0
-    overrides = Overrides(clock=lambda: now)
+    clock = FakeClock()
+    overrides = Overrides(clock)
     overrides.set("acme", Override(plan="baseline", by="ops", expires_in_s=10))
-    now = 104.0
+    clock.advance(4)
     held = overrides.get("acme")
     assert held is not None
     assert (held.plan, held.expires_in_s) == ("baseline", 6.0)
-    now = 110.0
+    clock.advance(6)
     assert overrides.get("acme") is None
     assert not overrides.clear("acme")
 

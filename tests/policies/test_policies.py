@@ -31,9 +31,8 @@ from surefoot.policies.recent_loss import MEMORY, RecentLoss, expected_loss
 from surefoot.policies.registry import BUILT_IN, PolicyError, load_policies, serving_policy
 from surefoot.policies.replay import RecordError, read_records, replay
 from surefoot.policies.schedule import SchedulePolicy
-from surefoot.policies.supported import SUPPORTED, Supported, unserved
 from surefoot.policies.testkit import PolicyProblem, check_policy, count_calls, sample_observations
-from surefoot.policies.wrappers import Clamp, nearest_format, within_bounds
+from surefoot.policies.wrappers import Clamp, within_bounds
 
 BOUNDS = PlanBounds(
     speculation=SpeculationBounds(max_draft=8, proposers=("suffix", "ngram"), min_gain=0.02),
@@ -64,48 +63,32 @@ def test_without_bounds_every_policy_is_the_baseline() -> None:
 class Greedy:
     """Wants the most of everything, whatever is allowed."""
 
+    def __init__(self, cache_format: str = "k4v4") -> None:
+        self._cache_format = cache_format
+
     def decide(self, observation: Observation) -> Decision:
         """Nothing that a tenant allows."""
-        speculation = SpeculationPlan(max_draft=64, proposers=("draft", "ngram"))
-        plan = ServingPlan(name="my\nplan", cache=CachePlan(format="k4v4"), speculation=speculation)
+        speculation = SpeculationPlan(max_draft=64, proposers=("draft", "oracle", "ngram"))
+        plan = ServingPlan(
+            name="my\nplan", cache=CachePlan(format=self._cache_format), speculation=speculation
+        )
         return Decision(plan, "more is more")
 
 
-def test_clamp_cuts_to_the_bounds() -> None:
-    """What serves is never beyond the tenant's file, has the name of what it does, and says what was cut."""
-    decision = Clamp(Greedy()).decide(SEEN)
+@pytest.mark.parametrize("cache_format", ["k4v4", "k1v1"])
+def test_clamp_cuts_to_the_bounds(cache_format: str) -> None:
+    """What serves is never beyond the tenant's file, nor what nobody has heard of; it has the name of what it
+    does, and says what was cut.
+    """
+    decision = Clamp(Greedy(cache_format)).decide(SEEN)
     assert decision.plan == ServingPlan(
         name="k8v4+draft8",
         cache=CachePlan(format="k8v4"),
         speculation=SpeculationPlan(max_draft=8, proposers=("ngram",), min_gain=0.02),
     )
     assert decision.reason == (
-        "more is more; but k4v4+draft64 is more than the tenant's file allows, so k8v4+draft8"
+        f"more is more; but {cache_format}+draft64 is more than the tenant's file allows, so k8v4+draft8"
     )
-
-
-def test_clamp_cuts_to_what_is_served() -> None:
-    """What this version does not serve is cut to the next better thing, and the reason says so."""
-    full = Supported(proposers=SUPPORTED.proposers, formats=("k16v16",), cache_keys=())
-    decision = Clamp(FixedPolicy(), full).decide(SEEN)
-    assert decision.plan.name == "draft8"
-    assert decision.reason.endswith("but k8v4+draft8 is not served yet by this version, so draft8")
-    none = Supported(proposers=(), formats=(), cache_keys=())
-    assert Clamp(FixedPolicy(), none).decide(SEEN).plan == BASELINE_PLAN
-    some = Supported(proposers=("ngram",), formats=("k16v16", "k8v8"), cache_keys=())
-    assert Clamp(FixedPolicy(), some).decide(SEEN).plan == ServingPlan(
-        name="k8v8+draft8",
-        cache=CachePlan(format="k8v8"),
-        speculation=SpeculationPlan(max_draft=8, proposers=("ngram",), min_gain=0.02),
-    )
-    assert [nearest_format(each, ("k16v16", "k8v4")) for each in (*FORMATS, "k1v1")] == [
-        "k16v16",
-        "k16v16",
-        "k8v4",
-        "k8v4",
-        "k8v4",
-        "k16v16",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -515,45 +498,6 @@ def test_packages_with_faults_are_refused(name: str, value: str, word: str) -> N
     """A policy that cannot be used is refused at start, by its entry point."""
     with pytest.raises(PolicyError, match=word):
         load_policies([entry_point(name, value)])
-
-
-@pytest.mark.parametrize(
-    ("cache", "key"),
-    [
-        (CacheBounds(format="k8v8"), "cache.format"),
-        (CacheBounds(demote="eager"), "cache.demote"),
-        (CacheBounds(max_context=9), "cache.max_context"),
-        (CacheBounds(protect=Protection(sinks=0)), "cache.protect.sinks"),
-        (CacheBounds(protect=Protection(recent=0)), "cache.protect.recent"),
-    ],
-)
-def test_what_is_not_served_is_named(cache: CacheBounds, key: str) -> None:
-    """Every value that asks for more than a version does is found; this version serves all of these."""
-    nothing = replace(SUPPORTED, formats=("k16v16",), cache_keys=())
-    assert [each.key for each in unserved(PlanBounds(cache=cache), nothing)] == [key]
-    assert list(unserved(PlanBounds(cache=cache))) == []
-
-
-def test_importance_is_refused() -> None:
-    """To protect what is attended to most is known to the file, and not served."""
-    bounds = PlanBounds(cache=CacheBounds(format="k4v4", protect=Protection(important=100)))
-    (found,) = unserved(bounds)
-    assert found.key == "cache.protect.important"
-    assert "leave the key out" in found.message
-
-
-def test_what_asks_for_nothing_is_served() -> None:
-    """The defaults, and drafts that are switched off, can be served by any version."""
-    off = SpeculationBounds(enabled=False, max_draft=8, proposers=("draft",))
-    for bounds in (PlanBounds(), PlanBounds(speculation=off, reproducible=True)):
-        assert list(unserved(bounds, SUPPORTED)) == []
-    drafts = PlanBounds(speculation=replace(off, enabled=True))
-    assert list(unserved(drafts, SUPPORTED)) == []
-    none = Supported(proposers=(), formats=("k16v16",), cache_keys=())
-    assert [each.key for each in unserved(drafts, none)] == ["speculation.max_draft"]
-    some = Supported(proposers=("ngram",), formats=("k16v16",), cache_keys=())
-    (found,) = unserved(BOUNDS, replace(some, formats=FORMATS))
-    assert (found.key, "suffix" in found.message) == ("speculation.proposers", True)
 
 
 def test_replay_says_what_would_have_changed() -> None:

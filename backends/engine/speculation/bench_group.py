@@ -21,7 +21,7 @@ from surefoot.backends.types import (
 )
 
 from ..backend import EngineParts
-from ..bench_engine import add_request, step
+from ..bench_engine import step
 from ..engine import Engine
 from ..sequence import Request
 from .bench_prompts import BenchPrompt
@@ -117,7 +117,7 @@ def _add(
         kind=kind,
     )
     prediction = tuple(tokenizer.encode(prompt.prediction, add_special_tokens=False))
-    return add_request(engine, parts, message, key=next(_keys), prediction_token_ids=prediction)
+    return engine.submit(message, token_ids, key=next(_keys), prediction_token_ids=prediction)
 
 
 def _all_decode(engine: Engine, at_once: int) -> bool:

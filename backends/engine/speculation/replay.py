@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from surefoot.backends.types import GenerateRequest, ServingPlan, SpeculationPlan, TokenPrompt
 
-from ..choice_stream import ChoiceStream
 from ..cost_model import CostModel
 from ..sequence import Request, Sequence
-from ..simulator import NoText
+from ..simulator import without_text
 from .base import Draft, strength_of_match
 from .controller import Controller, StepBounds
 
@@ -121,7 +120,7 @@ class Replay:
         request = Request(
             message, (0,), key=self._keys, max_tokens=REQUEST_TOKENS + 2 * MAX_DRAFT, seed=0, arrived_s=0.0
         )
-        return Sequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
+        return request.branch(without_text(1))[0]
 
 
 def expected_tokens(rate: float, length: int) -> float:

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.sequence import Request, Sequence
+from surefoot.backends.engine.simulator import without_text
 from surefoot.backends.types import GenerateRequest, ServingPlan, SpeculationPlan, TokenPrompt
 
 _keys = itertools.count()
-
-
-class NoText:
-    """A detokeniser for tests that look at tokens alone."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def sequence(
@@ -54,8 +44,7 @@ def sequence(
         arrived_s=0.0,
         prediction_token_ids=prediction,
     )
-    made = Sequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
-    request.sequences.append(made)
+    (made,) = request.branch(without_text(1))
     for token_id in output or []:
         made.append(token_id)
     return made

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.engine import Engine, EngineCounters
@@ -84,17 +83,9 @@ def add(
         params=params,
         plan=BASELINE_PLAN if plan is None else ServingPlan(name="drafts", speculation=plan),
     )
-    request = admit(
-        message,
-        tuple(encode(prompt)),
-        key=next(_keys),
-        max_model_len=engine.max_model_len,
-        vocab_size=parts.loaded.model.config.vocab_size,
-        now_s=time.monotonic(),
-        prediction_token_ids=tuple(encode(prediction)),
+    return engine.submit(
+        message, tuple(encode(prompt)), key=next(_keys), prediction_token_ids=tuple(encode(prediction))
     )
-    engine.add(request)
-    return request
 
 
 class Answer:

@@ -7,16 +7,14 @@ from itertools import islice
 import torch
 
 from surefoot.backends.engine.backend import EngineParts
-from surefoot.backends.engine.choice_stream import ChoiceStream
 from surefoot.backends.engine.sampler import Sampled, SampledRow, Sampler
 from surefoot.backends.engine.scheduler import ScheduledChunk
 from surefoot.backends.engine.sequence import Request, Sequence
+from surefoot.backends.engine.simulator import without_text
 from surefoot.backends.engine.speculation.base import Draft
 from surefoot.backends.engine.speculation.settings import SpeculationSettings
 from surefoot.backends.engine.speculation.speculator import Speculator
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
-
-from .sequences import NoText
 
 LOGITS = torch.tensor(
     [[1.0, 0.2, -0.4, 2.1, 0.7, -1.5, 0.0, 1.4], [0.3, 1.8, 0.9, -0.6, 0.1, 1.1, -2.0, 0.5]]
@@ -36,7 +34,7 @@ def sequence_of(seed: int) -> Sequence:
         request_id="r", model="m", prompt=TokenPrompt((0,)), params=SamplingParams(temperature=1.0)
     )
     request = Request(message, (0,), key=seed, max_tokens=9, seed=seed, arrived_s=0.0)
-    return Sequence(request, 0, ChoiceStream(0, NoText(), (), has_logprobs=False))
+    return request.branch(without_text(1))[0]
 
 
 def draw(parts: EngineParts, draft: Draft | None, seeds: range) -> list[list[int]]:
