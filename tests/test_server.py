@@ -16,6 +16,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from surefoot.kernels.cpu.forms import host_form
+
 from .server_process import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -210,6 +212,11 @@ def test_models_and_health(server: ServerProcess, client: OpenAI) -> None:
     assert client.models.retrieve(MODEL).model_extra["max_model_len"] == 8192  # type: ignore[index]  # ours
     assert httpx.get(f"{server.url}/health/live").status_code == 200
     assert httpx.get(f"{server.url}/health/ready").status_code == 200
+
+
+def test_the_log_names_the_op_set(server: ServerProcess) -> None:
+    """What a start prints says for which processor the kernels are, and on how many threads they run."""
+    assert f"Computing with the op set cpu-{host_form().name} on 1 thread." in server.log.read_text()
 
 
 def test_curl_gets_a_stream(server: ServerProcess) -> None:

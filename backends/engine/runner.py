@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from .sequence import NOTHING
 from .sequence import Sequence as EngineSequence
 from .settings import EngineSettings
 from .step_input import StepInput
+
+CACHE_LINE = 64
 
 
 def build_step(chunks: list[ScheduledChunk]) -> StepInput:
@@ -101,6 +104,17 @@ def kept_rows(chunks: Sequence[ScheduledChunk], verified: Sequence[Sequence[obje
     return None if len(rows) == begin else rows
 
 
+def untouched_zeros(*shape: int) -> Tensor:
+    """uint8 zeros in pages that the system gives on first use: torch would write them all now.
+
+    They begin with a cache line. numpy's begin 16 bytes into one, so that every second vector would lie in
+    two: attention over the past took a quarter longer.
+    """
+    size = math.prod(shape)
+    memory = np.zeros(size + CACHE_LINE, dtype=np.uint8)
+    return torch.from_numpy(memory[-memory.ctypes.data % CACHE_LINE :][:size]).view(shape)
+
+
 class ModelRunner:
     """Owns the cache and the step buffer.
 
@@ -125,8 +139,7 @@ class ModelRunner:
             )
         cache_shape = (config.num_layers, self.num_blocks, self.layout.block_bytes)
         if device.type == "cpu":
-            # numpy's zeros are pages that the system gives on first use; torch would write them all now.
-            self._cache = torch.from_numpy(np.zeros(cache_shape, dtype=np.uint8))
+            self._cache = untouched_zeros(*cache_shape)
         else:
             self._cache = torch.zeros(cache_shape, dtype=torch.uint8, device=device)
         rows = (config.num_layers, settings.max_batched_tokens, config.num_kv_heads, config.head_dim)

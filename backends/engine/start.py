@@ -20,6 +20,7 @@ from .backend import EngineBackend, EngineParts
 from .device import CPU, device_name
 from .engine import Engine
 from .first_come import FirstComeScheduler
+from .freed_memory import give_back_freed_memory
 from .limits import available_memory_bytes, cpu_count
 from .prepare import LoadedModel, load_model
 from .promise_scheduler import PromiseScheduler
@@ -94,7 +95,8 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         num_threads=num_threads,
         progress=_compile_progress(progress),
     )
-    where = f"{num_threads} threads" if options.device == CPU else device_name(options.device)
+    threads = f"{num_threads} thread{'s'[: num_threads != 1]}"
+    where = threads if options.device == CPU else device_name(options.device)
     progress(f"Computing with the op set {ops.name} on {where}.")
     if options.device != CPU:
         progress("Kernels are compiled as they are met and kept: a first start takes longer than others.")
@@ -104,6 +106,7 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     if options.draft_model is not None:
         draft = _load(options.draft_model, options, ops, progress)
         check_vocabularies(loaded.tokenizer, draft.tokenizer, options.model.name, options.draft_model.name)
+    give_back_freed_memory()
     loaded_s = time.monotonic()
     if loaded_s - begun_s > SLOW_START_S:
         progress(

@@ -60,7 +60,7 @@ def _add_past_mass(
     vectors, totals, scores = stack(4096), stack(16), stack(4096)
     count, capacity = len(empty), blocks.capacity
     gather(queries, first, count, blocks.head_dim, scale, vectors)
-    sum_vectors(vectors, count, blocks.head_dim, totals)
+    sum_vectors(queries, first, count, blocks.head_dim, scale, totals)
     for start in range(0, blocks.tokens, capacity):
         seen, block = min(capacity, blocks.tokens - start), code_block(blocks, start // capacity)
         if blocks.k_bits == 16:

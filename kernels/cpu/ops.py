@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,9 +94,9 @@ class _Cached:
         element, kind = layout.dtype.itemsize, _ELEMENT_KINDS[layout.dtype]
         self.full_args = layer.data_ptr(), layer.stride(0), element, kind, table, table_bytes, lengths
         if codes:
-            # Not a tensor: those cannot be made while a program is recorded.
-            self._words = np.array([len(codes) // quantised.PAST_WORDS, *codes], dtype=np.int64)
-            self.codes_address = int(self._words.ctypes.data)
+            # Not a tensor: those cannot be made while a program is recorded. numpy's takes 2 us longer.
+            self._words = array("q", [len(codes) // quantised.PAST_WORDS, *codes])
+            self.codes_address = self._words.buffer_info()[0]
 
 
 class CpuOps:

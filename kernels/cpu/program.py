@@ -109,6 +109,7 @@ class Program:
         """Record a function; it is kept, since what it refers to has to stay."""
         self._forward, self._result = forward, forward()
         self._launches = np.array(self._rows, dtype=np.int64)
+        self._rows.clear()  # Python's integers take several times what the array does.
 
     def replay(self) -> Tensor:
         """Run the launches in one call."""

@@ -26,10 +26,12 @@ from .states import (
     States,
     fold_values,
     gather,
+    query_of,
     softmax,
     state_of,
 )
 from .vector import (
+    add,
     attention_tile,
     codes,
     compiled,
@@ -37,11 +39,12 @@ from .vector import (
     keep_first,
     load,
     load_f16,
+    load_part,
     mul,
     prefetch,
-    read,
     read_i32,
     read_i64,
+    splat,
     stack,
     store,
     sum_lanes,
@@ -51,6 +54,9 @@ from .vector import (
     zero,
     zeros,
 )
+
+BLOCKS_AHEAD = 2
+"""How many blocks before its use K is asked for: one takes half as long as the memory's answer."""
 
 PAST_WORDS = 8
 """64-bit words of one quantised past: bits of K and V, capacity, offsets of V and pairs, block table, its row
@@ -142,16 +148,30 @@ def _add_both(e: Emitter, sums: Any, scalars: Any, stride: Any, vectors: Any) ->
     return added
 
 
+class Ahead(NamedTuple):
+    """What is asked for meanwhile, line by line since a burst of requests would stall: what lies at two
+    addresses, so many bytes further with each step. 0 bytes: nothing more.
+    """
+
+    soon: int
+    later: int
+    bytes: int
+
+
 @compiled
-def _dots(empty: Any, bits: int, q: int, head_dim: int, k: int, row_bytes: int) -> Any:
+def _dots(empty: Any, bits: int, q: int, head_dim: int, k: int, row_bytes: int, ahead: Ahead) -> Any:
     """`q . codes` of a tile's vectors (at `q`, `[head_dim, vectors]`) with 16 tokens, in two halves."""
     sums, half, width = empty, head_dim // 2, 2 * len(empty)
     if bits == 8:
         for i in range(half):
+            prefetch(ahead.soon + i * ahead.bytes)
+            prefetch(ahead.later + i * ahead.bytes)
             row = k + i * row_bytes
             sums = _add_bytes(sums, q + i * width, q + (half + i) * width, 4, row, row + half * row_bytes)
     else:
         for i in range(half):
+            prefetch(ahead.soon + i * ahead.bytes)
+            prefetch(ahead.later + i * ahead.bytes)
             sums = _add_halves(sums, q + i * width, q + (half + i) * width, 4, k + i * row_bytes)
     return sums
 
@@ -175,22 +195,33 @@ def store_block_scores(
     """Scores of a tile's vectors with the first `seen` tokens of a block, 16 at a time; the last 16 may
     overlap those before. `totals` are the sums of the vectors.
     """
-    capacity = blocks.capacity
-    for start in range(0, seen, 16):
-        slot = min(start, capacity - 16)
-        sums = _dots(empty, blocks.k_bits, q, blocks.head_dim, block + slot, capacity)
-        pairs = block + blocks.pairs_offset + 2 * slot
-        _store_scores(sums, scores + 4 * slot, pairs, pairs + 2 * capacity, totals)
+    _store_block_scores(empty, blocks, block, seen, q, totals, scores, Ahead(block, block, 0))
 
 
 @compiled
-def sum_vectors(q: int, count: int, head_dim: int, totals: int) -> None:
-    """The sum of each of `count` vectors `[head_dim, count]`."""
+def _store_block_scores(
+    empty: Any, blocks: CodeBlocks, block: int, seen: int, q: int, totals: int, scores: int, ahead: Ahead
+) -> None:
+    """The same, while something is asked for."""
+    capacity, step = blocks.capacity, ahead.bytes * (blocks.head_dim // 2)
+    soon, later = ahead.soon, ahead.later
+    for start in range(0, seen, 16):
+        slot = min(start, capacity - 16)
+        meanwhile = Ahead(soon, later, ahead.bytes)
+        sums = _dots(empty, blocks.k_bits, q, blocks.head_dim, block + slot, capacity, meanwhile)
+        pairs = block + blocks.pairs_offset + 2 * slot
+        _store_scores(sums, scores + 4 * slot, pairs, pairs + 2 * capacity, totals)
+        soon, later = soon + step, later + step
+
+
+@compiled
+def sum_vectors(queries: Queries, first: int, count: int, head_dim: int, scale: float, totals: int) -> None:
+    """The sum of each of `count` query vectors, scaled."""
     for m in range(count):
-        total = np.float32(0.0)
-        for d in range(head_dim):
-            total += read(q + 4 * (d * count + m))
-        write(totals + 4 * m, total)
+        source, total = query_of(queries, first + m, head_dim), zero()
+        for i in range(0, head_dim, 16):
+            total = add(mul(load_part(source + 4 * i, min(16, head_dim - i)), splat(scale)), total)
+        write(totals + 4 * m, sum_lanes(total))
 
 
 @compiled
@@ -240,35 +271,48 @@ def _store_columns(e: Emitter, sums: Any, out: Any, half_bytes: Any) -> Any:
 
 
 @compiled
-def _weighted(sums: Any, bits: int, p: int, v: int, half: int, count: int) -> Any:
-    """Add `count` tokens' V, 16 columns of either half, weighted by `p` (vectors lie 1024 bytes apart)."""
+def _weighted(sums: Any, bits: int, p: int, v: int, half: int, count: int, soon: int, step: int) -> Any:
+    """Add `count` tokens' V, 16 columns of either half, weighted by `p` (vectors lie 1024 bytes apart); what
+    is read `soon` is asked for meanwhile, `step` bytes further with each token.
+    """
     if bits == 8:
         for i in range(count):
+            prefetch(soon + i * step)
             row = v + 2 * half * i
             sums = _add_bytes(sums, p + 4 * i, p + 4 * i, 1024, row, row + half)
     else:
         for i in range(count):
+            prefetch(soon + i * step)
             sums = _add_halves(sums, p + 4 * i, p + 4 * i, 1024, v + half * i)
     return sums
 
 
 @compiled
-def _prefetch(blocks: CodeBlocks, index: int, last: int) -> None:
-    """Ask for the V of a block and the K of the next: blocks lie anywhere, the processor cannot guess."""
-    block, ahead = code_block(blocks, index), code_block(blocks, min(index + 1, last))
+def _prefetch_keys(blocks: CodeBlocks, index: int) -> None:
+    block = code_block(blocks, index)
     for line in range(0, blocks.v_offset, 64):
-        prefetch(ahead + line)
-    end = blocks.pairs_offset + 8 * blocks.capacity
-    for line in range(blocks.v_offset, end, 64):
         prefetch(block + line)
+    _prefetch_key_pairs(blocks, index)
 
 
 @compiled
-def _prefetch_keys(blocks: CodeBlocks, index: int, part: int, parts: int) -> None:
-    """Ask for one of so many parts of a block's keys."""
-    block, lines = code_block(blocks, index), (blocks.v_offset + 63) // 64
-    for line in range(lines * part // parts, lines * (part + 1) // parts):
-        prefetch(block + 64 * line)
+def _prefetch_key_pairs(blocks: CodeBlocks, index: int) -> None:
+    pairs = code_block(blocks, index) + blocks.pairs_offset
+    for line in range(0, 4 * blocks.capacity, 64):
+        prefetch(pairs + line)
+
+
+@compiled
+def _ahead(blocks: CodeBlocks, index: int, last: int) -> Ahead:
+    """The V of a block, and the K of one further on: blocks lie anywhere, the processor cannot guess."""
+    block, groups = code_block(blocks, index), (blocks.capacity + 15) // 16
+    largest = max(blocks.v_offset, blocks.pairs_offset + 8 * blocks.capacity - blocks.v_offset)
+    steps = groups * (blocks.head_dim // 2)
+    return Ahead(
+        code_block(blocks, min(index + BLOCKS_AHEAD, last)),
+        block + blocks.v_offset,
+        (largest + steps - 1) // steps,
+    )
 
 
 @compiled
@@ -293,13 +337,19 @@ def _attend_tile(
     next_front = next_partition * (size // capacity)
     end = (blocks.tokens + capacity - 1) // capacity
     num_blocks = (tokens + capacity - 1) // capacity
+    if cold:
+        for j in range(min(BLOCKS_AHEAD, num_blocks)):
+            _prefetch_keys(blocks, front + j)
     gather(queries, first, count, head_dim, scale, q)
-    sum_vectors(q, count, head_dim, totals)
+    sum_vectors(queries, first, count, head_dim, scale, totals)
+    last = front + num_blocks - 1
     for j in range(num_blocks):
-        if cold:
-            _prefetch(blocks, front + j, front + num_blocks - 1)
         seen, block = min(capacity, tokens - j * capacity), code_block(blocks, front + j)
-        store_block_scores(empty, blocks, block, seen, q, totals, scores + 4 * capacity * j)
+        ahead = Ahead(block, block, 0)
+        if cold:
+            ahead = _ahead(blocks, front + j, last)
+            _prefetch_key_pairs(blocks, min(front + j + BLOCKS_AHEAD, last))
+        _store_block_scores(empty, blocks, block, seen, q, totals, scores + 4 * capacity * j, ahead)
     _load_v_pairs(blocks, front, tokens, v_scales, v_zeros)
     groups = (tokens + 15) // 16
     for m in range(count):
@@ -307,16 +357,18 @@ def _attend_tile(
         softmax(scores + 1024 * m, tokens, groups, state, factors + 8 * m, fresh)
         write(offsets + 4 * m, _weigh(scores + 1024 * m, groups, v_scales, v_zeros))
     half = head_dim // 2
+    share = (blocks.v_offset + (half + 15) // 16 - 1) // ((half + 15) // 16)
     for start in range(0, half, 16):
         # The last 16 columns may overlap those before: the same numbers are computed again.
         column, sums = min(start, half - 16), _spread(empty, offsets)
         for j in range(num_blocks):
             values = code_block(blocks, front + j) + blocks.v_offset + column
-            seen = min(capacity, tokens - j * capacity)
+            seen, soon, step = min(capacity, tokens - j * capacity), values, 0
             if cold and next_front + j < end:
-                # While values are read, or memory would be idle.
-                _prefetch_keys(blocks, next_front + j, start // 16, (half + 15) // 16)
-            sums = _weighted(sums, blocks.v_bits, scores + 4 * capacity * j, values, half, seen)
+                # Keys of the next partition, while values are read, or memory would be idle.
+                soon = code_block(blocks, next_front + j) + start // 16 * share
+                step = (share + capacity - 1) // capacity
+            sums = _weighted(sums, blocks.v_bits, scores + 4 * capacity * j, values, half, seen, soon, step)
         _store_columns(sums, columns + 4 * column, 4 * half)
     for m in range(count):
         acc = state_of(states, first + m, queries.group) + 4 * STATE_HEAD

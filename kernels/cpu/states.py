@@ -71,13 +71,17 @@ def state_of(states: States, vector: int, group: int) -> int:
 
 
 @compiled
+def query_of(queries: Queries, vector: int, head_dim: int) -> int:
+    """The address of a query vector."""
+    row, head = vector // queries.group, vector % queries.group
+    return queries.base + row * queries.row_bytes + head * head_dim * 4
+
+
+@compiled
 def gather(queries: Queries, first: int, count: int, head_dim: int, scale: float, out: int) -> None:
     """Copy `count` query vectors, scaled, as `[head_dim, count]`."""
     for m in range(count):
-        vector = first + m
-        source = (
-            queries.base + vector // queries.group * queries.row_bytes + vector % queries.group * head_dim * 4
-        )
+        source = query_of(queries, first + m, head_dim)
         for d in range(head_dim):
             write(out + (d * count + m) * 4, read(source + 4 * d) * scale)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from surefoot.bench.latencies import Latencies, measure
 from surefoot.bench.metrics import Distribution, distribution, percentile, summarise
@@ -29,7 +30,14 @@ def record(
 def failed(kind: str) -> RequestRecord:
     """A request that failed."""
     return RequestRecord(
-        index=0, start_s=0.0, end_s=100.0, num_output_tokens=7, error=kind, error_message="no"
+        index=0,
+        start_s=0.0,
+        end_s=100.0,
+        num_prompt_tokens=1000,
+        num_output_tokens=7,
+        num_chunks=7,
+        error=kind,
+        error_message="no",
     )
 
 
@@ -87,6 +95,19 @@ def test_rates_are_over_the_time_from_first_sent_to_last_received() -> None:
     assert summary.errors == {"timeout": 2, "http_500": 1}
     assert summary.ttft_s is not None
     assert (summary.ttft_s.count, summary.ttft_s.mean) == (2, 1.0)
+
+
+def test_tokens_are_those_of_good_requests() -> None:
+    """Prompts and answers are counted over good requests; one that was not counted by the server shows."""
+    good = [record(0.0, [1.0, 2.0], 2), replace(record(0.0, [1.0, 2.0], 6), counted_by_server=False)]
+    summary = summarise([*good, failed("timeout")])
+    assert (summary.num_prompt_tokens, summary.num_output_tokens, summary.tokens_per_chunk) == (20, 8, 2.0)
+    assert summary.prompt_tokens is not None
+    assert summary.output_tokens is not None
+    assert (summary.prompt_tokens.count, summary.prompt_tokens.max) == (2, 10)
+    assert (summary.output_tokens.count, summary.output_tokens.max) == (2, 6)
+    assert not summary.all_counted_by_server
+    assert summarise(good[:1]).all_counted_by_server
 
 
 def test_itl_is_pooled_and_tpot_is_per_request() -> None:

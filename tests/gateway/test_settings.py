@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.backends.engine.start import engine_settings
+from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.gateway.setting_types import ByteSize, byte_size
 from surefoot.gateway.settings import (
     EffectiveSettings,
@@ -132,6 +133,13 @@ def test_rates_are_a_list_in_a_file_and_commas_in_a_flag(tmp_path: Path) -> None
     assert value_text(settings.synthetic_acceptance) == "0.8,1"
     speculation = engine_settings(engine_options(settings)).speculation
     assert (speculation.synthetic_acceptance, speculation.max_draft) == ((0.8, 1.0), 4)
+
+
+@pytest.mark.parametrize("form", ["auto", *WeightMode])
+def test_the_form_of_the_weights_reaches_the_engine(form: str) -> None:
+    """`auto` is the file's own form, and the others are what they are called."""
+    chosen = engine_options(resolve({"weights": form}, {}).settings).weights
+    assert chosen is (WeightMode.NATIVE if form == "auto" else WeightMode(form))
 
 
 def test_cache_dir_follows_the_user() -> None:

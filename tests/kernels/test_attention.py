@@ -107,9 +107,10 @@ def test_present_attention(ops: Ops, heads: tuple[int, int, int], rows: list[int
     assert_close("lse", lse, expected_lse)
 
 
-def test_merge_is_attention_over_both_parts(ops: Ops) -> None:
+@pytest.mark.parametrize("heads", HEADS)
+def test_merge_is_attention_over_both_parts(ops: Ops, heads: tuple[int, int, int]) -> None:
     """Past and present, merged, are one softmax over all tokens."""
-    case = Case([1, 30], [17, 300])
+    case = Case([1, 30], [17, 300], heads)
     merged = ops.merge(*case.past_attention(ops), *case.present_attention(ops))
     reference = ReferenceOps()
     expected = reference.merge(

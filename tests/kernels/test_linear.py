@@ -145,6 +145,17 @@ def test_faults_are_not_rounded_away(cpu: CpuOps, fmt: GroupKind | torch.dtype, 
     assert not finite[1].any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_zeros_and_of_tiny_numbers(cpu: CpuOps, kind: GroupKind) -> None:
+    """Activations whose group has no scale, or hardly one, are as good as 0, and their row stays finite."""
+    weight, x = random_weight(kind, 33, 96), torch.randn(4, 96)
+    x[0], x[1, 32:64], x[2, :32], x[3] = 0.0, 0.0, 1e-44, -1e-41
+    actual = cpu.linear(x, cpu.prepare_linear(weight))
+    assert not actual[0].any()
+    assert_close(f"linear {kind}", actual, x.double() @ dequantise(weight).double().T, torch.bfloat16)
+    assert actual[3].abs().max() < 1e-38
+
+
 def test_no_rows_give_no_rows(cpu: CpuOps) -> None:
     """An empty batch is answered with an empty result."""
     assert cpu.linear(torch.empty(0, 64), cpu.prepare_linear(random_weight("q4_1", 16, 64))).shape == (0, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from surefoot.kernels.base import Ops
 from surefoot.kernels.cpu.ops import CpuOps
@@ -69,15 +70,32 @@ def test_silu_of_extremes(ops: Ops) -> None:
     assert_close("silu_mul", ops.silu_mul(gate_up), ReferenceOps().silu_mul(gate_up.double()))
 
 
-def test_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps) -> None:
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "norm_heads", "rope", "silu_mul", "merge"])
+def test_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps, name: str) -> None:
     """A row alone and among others, on one thread or two, has the same bits in every row-wise op."""
-    x, weight, angle = torch.randn(63, 222), torch.randn(222), torch.rand(63, 32)
-    heads = torch.randn(63, 3, 64)
-    for one, many in ((cpu, cpu), (cpu, cpu_threads)):
-        assert torch.equal(one.rms_norm(x[7:8], weight, 1e-5), many.rms_norm(x, weight, 1e-5)[7:8])
-        assert torch.equal(one.silu_mul(x[7:8]), many.silu_mul(x)[7:8])
-        rotated = many.rope(heads, angle.cos(), angle.sin())
-        assert torch.equal(one.rope(heads[7:8], angle[7:8].cos(), angle[7:8].sin()), rotated[7:8])
+    x, other, weight = torch.randn(63, 222), torch.randn(63, 222), torch.randn(222)
+    heads, angle, lse = torch.randn(63, 3, 74), torch.rand(63, 37), torch.randn(63, 3)
+
+    def run(ops: CpuOps, rows: slice) -> Tensor:
+        match name:
+            case "rms_norm":
+                return ops.rms_norm(x[rows], weight, 1e-5)
+            case "add_rms_norm":
+                return ops.add_rms_norm(x[rows].clone(), other[rows], weight, 1e-5)
+            case "norm_heads":
+                ops.norm_heads(normed := heads[rows].clone(), weight[:74].contiguous(), 1e-5)
+                return normed
+            case "rope":
+                return ops.rope(heads[rows], angle[rows].cos(), angle[rows].sin())
+            case "silu_mul":
+                return ops.silu_mul(x[rows])
+            case _:
+                return ops.merge(heads[rows], lse[rows], heads[rows] + 1.0, -lse[rows])
+
+    together = run(cpu_threads, slice(None))
+    assert torch.equal(run(cpu, slice(None)), together)
+    for first, end in ((7, 8), (0, 4), (58, 63)):
+        assert torch.equal(run(cpu, slice(first, end)), together[first:end])
 
 
 @pytest.mark.parametrize("width", [1, 63, 111, 4096])
