@@ -95,7 +95,7 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         num_threads=num_threads,
         progress=_compile_progress(progress),
     )
-    threads = f"{num_threads} thread{'s'[: num_threads != 1]}"
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
     where = threads if options.device == CPU else device_name(options.device)
     progress(f"Computing with the op set {ops.name} on {where}.")
     if options.device != CPU:
