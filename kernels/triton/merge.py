@@ -18,7 +18,7 @@ VECTORS = 16
 """Vectors of a program: 8 KiB a tensor at head_dim 128, some loads in flight for each of 4 warps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_vectors"])
 def merge_parts(
     out_a, lse_a, out_b, lse_b, out, num_vectors, HEAD_DIM: tl.constexpr, D: tl.constexpr, V: tl.constexpr
 ):
