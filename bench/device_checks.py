@@ -26,9 +26,6 @@ MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 TOKENS = 111
 """Of a sequence that is checked: no format's blocks are full."""
 
-LONG = 2100
-"""Tokens that make several splits in every format."""
-
 PROMPT = 63
 """Rows that go the way of prompts."""
 
@@ -77,13 +74,14 @@ def check_cache(setup: Setup, cache_format: CacheFormat) -> Iterator[Check]:
     plain.demote(cache, layout, at, lower)
     ops.demote(there, layout, placed, on(lower, device))
     yield Check(name=f"bytes of {bits}", error=_num_different(there, cache), limit=0.0)
-    yield from _attention(setup, f"attention over {bits}", [3], {cache_format: [LONG]})
+    yield from _attention(setup, f"attention over {bits}", [3], {cache_format: [shape.long]})
     yield from _past_alone(setup, f"past of {bits}", cache_format)
 
 
 def check_mixed(setup: Setup) -> Iterator[Check]:
     """Two formats in one call, and a row's bits alone, again, and among rows of others."""
-    rows, lengths = [1, 9, 0, 17], {FULL: [TOKENS, LONG, 0, 0], INT4: [LONG, 0, 0, TOKENS]}
+    long = setup.shape.long
+    rows, lengths = [1, 9, 0, 17], {FULL: [TOKENS, long, 0, 0], INT4: [long, 0, 0, TOKENS]}
     yield from _attention(setup, "attention over two formats", rows, lengths)
     scene, ops = Scene.random(setup.shape, rows, lengths).on(setup.device), setup.ops()
     together, again = (scene.attention(ops) for _ in range(2))
@@ -95,7 +93,7 @@ def check_mixed(setup: Setup) -> Iterator[Check]:
 def check_prompt(setup: Setup, formats: Sequence[CacheFormat]) -> Iterator[Check]:
     """Attention of a prompt's chunk beside a sequence that decodes."""
     name = " and ".join(f"({own.k_bits}, {own.v_bits})" for own in formats) or "nothing"
-    lengths = {own: [TOKENS, LONG] for own in formats}
+    lengths = {own: [TOKENS, setup.shape.long] for own in formats}
     yield from _attention(setup, f"prompt over {name}", [PROMPT, 1], lengths)
     if not formats:
         scene = Scene.random(setup.shape, [PROMPT, 5], {})
@@ -166,7 +164,7 @@ def _attention(
 
 def _past_alone(setup: Setup, name: str, cache_format: CacheFormat) -> Iterator[Check]:
     """The past's part with its log-sum-exp, and merged with the present's."""
-    scene = Scene.random(setup.shape, [2, 1], {cache_format: [LONG, 0]})
+    scene = Scene.random(setup.shape, [2, 1], {cache_format: [setup.shape.long, 0]})
     plain, there, ops = ReferenceOps(), scene.on(setup.device), setup.ops()
     out, lse = there.past(ops)
     right_out, right_lse = scene.float().past(plain)

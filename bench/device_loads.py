@@ -35,6 +35,8 @@ class Shape(Struct, frozen=True, kw_only=True):
     batches: tuple[int, ...] = (1, 16, 64)
     prompts: tuple[int, ...] = (512, 2048, 8192)
     rows: tuple[int, ...] = (1, 32, 2048)
+    long: int = 2100
+    """Tokens of a context that is checked: several splits in every format."""
     min_bytes: int = MIN_BYTES
     copy_bytes: int = 1 << 30
     dtype: torch.dtype = torch.bfloat16
@@ -58,6 +60,7 @@ SMALL = Shape(
     batches=(1, 3),
     prompts=(50,),
     rows=(3,),
+    long=300,
     min_bytes=1 << 16,
     copy_bytes=1 << 16,
     dtype=torch.float32,
