@@ -1,7 +1,7 @@
 """`merge`: two partial attentions of the same queries as one, by their log-sum-exp.
 
-Moves both outputs in and one out, `3 * head_dim` numbers per row and head, which is the least; 5 operations
-per number. Where past and present are computed together (`attention.py`) it is not needed.
+Bytes: both outputs are read and one is written, `3 * head_dim` numbers per row and head: the minimum.
+Operations: 5 per number. Where past and present are computed together (`attention.py`) it is not needed.
 """
 
 from __future__ import annotations
