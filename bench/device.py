@@ -27,7 +27,7 @@ from .device_checks import CHECKS
 from .device_engine import time_drafts, time_engine, time_transformers, token_name
 from .device_kernels import decoding_name, time_decoding, time_linear, time_prefill
 from .device_rows import Part, Ratio, Row, timing
-from .device_sections import Apart, Section, rows_of
+from .device_sections import Apart, Here, Section
 from .device_setup import ON_A_GPU, REFERENCE, Setup
 
 TIMINGS = (
@@ -88,22 +88,20 @@ def run(
     report = _new_report(setup)
     _print(f"{report.ops} on {report.device}, torch {report.torch}")
     # On a CPU, where all would share two or three cores, one after the other in this process.
-    apart = {} if setup.is_reference else {s.name: Apart(s, setup) for s in (*checks, *timings)}
+    kind = Here if setup.is_reference else Apart
+    runs = {section.name: kind(section, setup) for section in (*checks, *timings)}
     try:
         for section in checks:
-            if section.name in apart:
-                apart[section.name].begin()
+            runs[section.name].begin()
         for section in checks:
-            _collect(report, section.name, _rows(section, setup, apart, begun_s + CHECK_SECONDS))
+            _collect(report, section.name, runs[section.name].rows(begun_s + CHECK_SECONDS))
         _print(_verdict(report.parts, time.monotonic() - begun_s))
-        _store(report, output)
         for section in timings:
-            if section.name in apart:
-                apart[section.name].begin()
-            _collect(report, section.name, _rows(section, setup, apart, begun_s + MAX_SECONDS))
             _store(report, output)
+            runs[section.name].begin()
+            _collect(report, section.name, runs[section.name].rows(begun_s + MAX_SECONDS))
     finally:
-        for each in apart.values():
+        for each in runs.values():
             each.stop()
     _collect(report, "beside one another", _compare(setup, report.parts))
     _store(report, output)
@@ -111,10 +109,6 @@ def run(
     for part in report.parts:
         _print(part.line)
     return report
-
-
-def _rows(section: Section, setup: Setup, apart: dict[str, Apart], ends_s: float) -> Iterator[Row]:
-    return apart[section.name].rows(ends_s) if section.name in apart else rows_of(section, setup)
 
 
 def _collect(report: Report, name: str, rows: Iterator[Row]) -> None:

@@ -270,7 +270,8 @@ class Engine:
             places += span[len(span) - chunk.num_sampled :]
             rows += [SampledRow(chunk.sequence, chunk.draft_token_ids[:j]) for j in range(chunk.num_sampled)]
         if len(places) < len(logits):
-            logits = logits.index_select(0, place(torch.tensor(places), logits.device))
+            kept = torch.tensor(places, dtype=torch.int64)
+            logits = logits.index_select(0, place(kept, logits.device))
         sampled = iter(self._sampler.sample(logits, rows))
         return [self.speculator.verify(chunk, list(islice(sampled, chunk.num_sampled))) for chunk in chunks]
 

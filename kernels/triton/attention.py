@@ -179,12 +179,13 @@ def _attend_few(call: _Call) -> None:
     shape = (min(rows, q.shape[0]), q.shape[1], num_splits)
     parts_out = torch.empty((*shape, q.shape[2]), device=q.device)
     parts_lse = torch.empty(shape, device=q.device)
+    assert parts_lse.numel() < 1 << 31  # registers are too dear for more
     if committed is not None and num_splits > 0:
         constants = _split_constants(committed.layout, call.group)
         tiles = triton.cdiv(few, constants["BLOCK_M"] // call.group)
         others = tiles * call.num_kv_heads * call.num_sequences
         turns = max(1, min(num_splits, MAX_PROGRAMS // others))
-        attend_splits[(turns * tiles, call.num_kv_heads, call.num_sequences)](
+        attend_splits[(tiles, turns, call.num_sequences * call.num_kv_heads)](
             q=q,
             cu_rows=call.cu_rows,
             full=committed.pool.full,
@@ -199,7 +200,6 @@ def _attend_few(call: _Call) -> None:
             q_head_stride=q.stride(1),
             num_splits=num_splits,
             part_stride=part_stride,
-            row_tiles=tiles,
             scale=call.scale,
             PARTS=_parts(call),
             **constants,
@@ -347,7 +347,7 @@ def _signature(formats: tuple[CacheFormat, ...], *names: str) -> dict[str, Any]:
         "parts_out": "*fp32",
         "parts_lse": "*fp32",
         "lse": "*fp32",
-        **dict.fromkeys(("num_splits", "part_stride", "row_tiles", "grid_rows"), "i32"),
+        **dict.fromkeys(("num_splits", "part_stride", "grid_rows"), "i32"),
         "num_sequences": "i32",
         "scale": "fp32",
         "tables": ("*i32",) * len(formats),

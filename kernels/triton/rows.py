@@ -2,11 +2,11 @@
 the step's own rows, in one running softmax (FlashAttention, arXiv 2205.14135).
 
 A tile has `BLOCK_M` query vectors: rows times the query heads of a KV head, so that keys are read once for
-all of those. Bytes: each tile reads every token of the past and of the rows up to it once, `2 * head_dim` numbers
-per KV head, most of them from the second-level cache, as its neighbours do the same; the minimum is once for
-all tiles. Operations: `4 * head_dim` per query vector and token seen, and those of the last tile of keys'
-masked half: at 2048 rows and 32 rows a tile some 3 % more than needed. Codes are unpacked element by element:
-products dominate.
+all of those. Bytes: each tile reads every token of the past and of the rows up to it once, `2 * head_dim`
+numbers per KV head, most of them from the second-level cache, as its neighbours do the same; the minimum is
+once for all tiles. Operations: `4 * head_dim` per query vector and token seen, and those of the last tile of
+keys' masked half: at 2048 rows and 32 rows a tile some 3 % more than needed. Codes are unpacked element by
+element: products dominate.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def unit_number(unit, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexp
 @triton.jit
 def unit_dim(units, LANE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The output dimensions that a lane of units belongs to."""
-    if BITS == 8:
+    if BITS != 4:
         return LANES * units + LANE
     else:
         HALF: tl.constexpr = LANES // 2
@@ -391,16 +391,22 @@ def _attend_full(
 
 @triton.jit
 def _attend_part(
-    from_q,
-    here,
-    place,
-    own_positions,
+    q,
+    cu_rows,
+    b,
+    first_row,
+    first_split,
+    num_splits,
+    part_stride,
+    q_row_stride,
+    q_head_stride,
+    row_positions,
     full,
     words,
     shorts,
     codes,
     table,
-    length,
+    length_at,
     turn,
     turns,
     head,
@@ -412,25 +418,36 @@ def _attend_part(
     scale,
     PART: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
     HEAD_BYTES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Every `turns`-th split of one format, from `turn` on; `place` `[M]`: where the vectors' first goes."""
-    blocks = blocks_of_splits(length, PART, SPLIT, MAX_SPLITS)
+    """Every `turns`-th split of one format, from `turn` on. Where the rows lie and how long the past is, is
+    found anew for each split: there are no registers to hold it meanwhile.
+    """
+    start, row, here = _rows(cu_rows, b, first_row, GROUP, BLOCK_M)
+    query_head = head * GROUP + tl.arange(0, BLOCK_M) % GROUP
+    from_q = q + (start + row).to(tl.int64) * q_row_stride + query_head * q_head_stride
+    own_positions = row
+    if window is not None:
+        own_positions = tl.load(row_positions + start + row, mask=here, other=0)
     dims = tl.arange(0, D)
     inside = here[:, None] & (dims < HEAD_DIM)[None, :]
     if PART[0] == 16:
         own_q = tl.load(from_q[:, None] + dims[None, :], mask=inside, other=0.0)  # [M, D]
     else:
         own_q, q_sum = _load_for_codes(from_q, here, PART, HEAD_DIM)
-    for split in range(turn, count_of_splits(length, PART, SPLIT, MAX_SPLITS), turns):
+    for split in range(turn, count_of_splits(tl.load(length_at), PART, SPLIT, MAX_SPLITS), turns):
+        length = tl.load(length_at)
+        blocks = blocks_of_splits(length, PART, SPLIT, MAX_SPLITS)
         end = tl.minimum(length, (split + 1) * blocks * PART[2])
-        target = (place + split)[:, None] * HEAD_DIM
         if PART[0] == 16:
             out, top, total = _attend_full(
                 own_q,
@@ -450,8 +467,7 @@ def _attend_part(
                 HEAD_BYTES,
                 TOKENS,
             )
-            whole = tl.where(total == 0.0, 1.0, total)
-            tl.store(parts_out + target + dims[None, :], out / whole[:, None], mask=inside)
+            lanes = (out,)
         else:
             lanes, top, total = _attend_codes(
                 own_q,
@@ -474,19 +490,30 @@ def _attend_part(
                 HEAD_BYTES,
                 WORDS,
             )
-            whole = tl.where(total == 0.0, 1.0, total)
-            LANES: tl.constexpr = value_lanes(HEAD_DIM)
-            columns = tl.arange(0, lanes[0].shape[1])
-            mask = here[:, None] & (columns < HEAD_DIM // LANES)[None, :]
-            for a in tl.static_range(LANES):
-                dim = unit_dim(columns, a, LANES, PART[1], HEAD_DIM)
-                tl.store(parts_out + target + dim[None, :], lanes[a] / whole[:, None], mask=mask)
-        tl.store(
-            parts_lse + place + split, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole)), mask=here
-        )
+        start, row, here = _rows(cu_rows, b, first_row, GROUP, BLOCK_M)
+        vector = first_part(b, start, row, part_stride) * NUM_HEADS + query_head
+        place = (vector * num_splits + first_split + split).to(tl.int64)
+        whole = tl.where(total == 0.0, 1.0, total)
+        columns = tl.arange(0, lanes[0].shape[1])
+        mask = here[:, None] & (columns < HEAD_DIM // len(lanes))[None, :]
+        for a in tl.static_range(len(lanes)):
+            dim = unit_dim(columns, a, len(lanes), PART[1], HEAD_DIM)
+            at = parts_out + place[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(at, lanes[a] / whole[:, None], mask=mask)
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(whole))
+        tl.store(parts_lse + place, lse, mask=here)
 
 
-@triton.jit(do_not_specialize=["num_splits", "part_stride", "row_tiles"])
+@triton.jit
+def _rows(cu_rows, b, first_row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile's rows `[M]` of a sequence, which begins at row `start`, and which of them there are."""
+    vector = tl.arange(0, BLOCK_M)
+    start = tl.load(cu_rows + b)
+    row = first_row + vector // GROUP
+    return start, row, (row < tl.load(cu_rows + b + 1) - start) & (vector < BLOCK_M // GROUP * GROUP)
+
+
+@triton.jit(do_not_specialize=["num_splits", "part_stride"])
 def attend_splits(
     q,
     cu_rows,
@@ -507,7 +534,6 @@ def attend_splits(
     q_head_stride,
     num_splits,
     part_stride,
-    row_tiles,
     scale,
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -523,42 +549,40 @@ def attend_splits(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Grid: programs that share the splits times row tiles, KV heads, sequences. `parts_out` `[rows, H,
-    splits, head_dim]` and `parts_lse` `[rows, H, splits]`, in base 2, are float32; `first_part` says which
-    row is where.
+    """Grid: row tiles, programs that share the splits, sequences times KV heads: tiles of the same keys run
+    side by side, and a program's turn is a number that it need not keep. `parts_out` `[rows, H, splits,
+    head_dim]` and `parts_lse` `[rows, H, splits]`, in base 2, are float32; `first_part` says which row is
+    where.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    head = tl.program_id(1)
-    b = tl.program_id(2)
-    first_row = tl.program_id(0) % row_tiles * ROWS
+    head = tl.program_id(2) % (NUM_HEADS // GROUP)
+    b = tl.program_id(2) // (NUM_HEADS // GROUP)
+    first_row = tl.program_id(0) * ROWS
     start = tl.load(cu_rows + b)
     count = tl.load(cu_rows + b + 1) - start
     if count > MAX_ROWS or first_row >= count:
         return
-    vector = tl.arange(0, BLOCK_M)
-    row = first_row + vector // GROUP
-    here = (row < count) & (vector < ROWS * GROUP)
-    query_head = head * GROUP + vector % GROUP
-    from_q = q + (start + row).to(tl.int64) * q_row_stride + query_head * q_head_stride
-    part = first_part(b, start, row, part_stride).to(tl.int64)
-    place = (part * NUM_HEADS + query_head) * num_splits
-    own_positions = row
-    if window is not None:
-        own_positions = tl.load(row_positions + start + row, mask=here, other=0)
+    first_split = 0
     for i in tl.static_range(len(PARTS)):
         _attend_part(
-            from_q,
-            here,
-            place,
-            own_positions,
+            q,
+            cu_rows,
+            b,
+            first_row,
+            first_split,
+            num_splits,
+            part_stride,
+            q_row_stride,
+            q_head_stride,
+            row_positions,
             full,
             words,
             shorts,
             codes,
             tables[i] + b.to(tl.int64) * widths[i],
-            tl.load(lengths[i] + b),
-            tl.program_id(0) // row_tiles,
-            tl.num_programs(0) // row_tiles,
+            lengths[i] + b,
+            tl.program_id(1),
+            tl.num_programs(1),
             head,
             slot_positions,
             position_width,
@@ -568,12 +592,15 @@ def attend_splits(
             scale,
             tl.constexpr(PARTS[i]),
             HEAD_DIM,
+            GROUP,
+            NUM_HEADS,
             BLOCK_BYTES,
             HEAD_BYTES,
+            BLOCK_M,
             D,
             TOKENS,
             WORDS,
             SPLIT,
             MAX_SPLITS,
         )
-        place += places_of_splits(widths[i], SPLIT, MAX_SPLITS)
+        first_split += places_of_splits(widths[i], SPLIT, MAX_SPLITS)

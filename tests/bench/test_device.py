@@ -133,6 +133,7 @@ def test_an_exception_ends_its_section_alone(capsys: pytest.CaptureFixture[str])
 def test_a_process_that_dies_or_hangs(work: _InThere, limit_s: float, what: str) -> None:
     """A process that dies, or has to be stopped, is a row of its section."""
     apart = Apart(Section("work", work), REFERENCE)
+    apart.begin()
     assert list(apart.rows(time.monotonic() + limit_s)) == [Fault(name="work", what=what)]
 
 
