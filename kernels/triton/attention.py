@@ -204,7 +204,9 @@ def _attend_few(call: _Call) -> None:
             PARTS=_parts(call),
             **constants,
             **launch_options(
-                SPLIT_WARPS, SPLIT_STAGES, split_options([p.format.v_bits for p in committed.pasts])
+                SPLIT_WARPS,
+                SPLIT_STAGES,
+                split_options([p.format.v_bits for p in committed.pasts], q.shape[2]),
             ),
         )
     args = _shared_args(call)
@@ -385,7 +387,7 @@ def _split_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...
         attend_splits,
         formats,
         window_args(None) | parts | _split_constants(layout, group),
-        (SPLIT_WARPS, SPLIT_STAGES, split_options([f.v_bits for f in formats])),
+        (SPLIT_WARPS, SPLIT_STAGES, split_options([f.v_bits for f in formats], layout.head_dim)),
         decode=True,
     )
 

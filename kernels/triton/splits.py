@@ -72,12 +72,16 @@ SPLIT_STAGES = 3
 """Two tiles in flight, and one being worked on."""
 
 
-def split_options(v_bits: Sequence[int]) -> dict[str, dict[str, int]]:
+def split_options(v_bits: Sequence[int], head_dim: int) -> dict[str, dict[str, int]]:
     """Launch options by the formats of a past. With 4 bits ptxas would rather spill a few bytes than use more
     than a third of the registers, unless it is told that it may; the others it would give more than they
-    need. On gfx942 more than 1 stage of codes spills, and 3 of int8 take more than 64 KiB.
+    need. In heads of 64 units of such a V are bytes, which wait for their turn in registers: one tile in
+    flight is all that there is room for. On gfx942 more than 1 stage of codes spills, and 3 of int8 take more
+    than 64 KiB.
     """
     bound = {"maxnreg": 255} if 4 in v_bits else {}
+    if 4 in v_bits and value_lanes(head_dim) == 2:
+        bound["num_stages"] = 2
     return {"cuda": bound, "hip": {"num_stages": 2 if set(v_bits) == {16} else 1}}
 
 
@@ -490,18 +494,19 @@ def _attend_part(
                 HEAD_BYTES,
                 WORDS,
             )
-        start, row, here = _rows(cu_rows, b, first_row, GROUP, BLOCK_M)
-        vector = first_part(b, start, row, part_stride) * NUM_HEADS + query_head
+        again, own_row, is_own = _rows(cu_rows, b, first_row, GROUP, BLOCK_M)
+        own_head = head * GROUP + tl.arange(0, BLOCK_M) % GROUP
+        vector = first_part(b, again, own_row, part_stride) * NUM_HEADS + own_head
         place = (vector * num_splits + first_split + split).to(tl.int64)
         whole = tl.where(total == 0.0, 1.0, total)
         columns = tl.arange(0, lanes[0].shape[1])
-        mask = here[:, None] & (columns < HEAD_DIM // len(lanes))[None, :]
+        mask = is_own[:, None] & (columns < HEAD_DIM // len(lanes))[None, :]
         for a in tl.static_range(len(lanes)):
             dim = unit_dim(columns, a, len(lanes), PART[1], HEAD_DIM)
             at = parts_out + place[:, None] * HEAD_DIM + dim[None, :]
             tl.store(at, lanes[a] / whole[:, None], mask=mask)
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(whole))
-        tl.store(parts_lse + place, lse, mask=here)
+        tl.store(parts_lse + place, lse, mask=is_own)
 
 
 @triton.jit
