@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 
 import torch
-from msgspec import Struct
 from msgspec.structs import replace
 
 from surefoot.backends.engine.engine import Engine, EngineCounters
-from surefoot.backends.engine.model_config import ModelConfig
 from surefoot.backends.engine.prepare import LoadedModel
 from surefoot.backends.engine.sequence import Sequence
 from surefoot.backends.engine.settings import EngineSettings
@@ -22,69 +19,68 @@ from surefoot.backends.types import ServingPlan, SpeculationPlan
 from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .device_model import LLAMA_8B, TINY, random_model, step_bytes
+from .device_kernels import copy_rate
+from .device_loads import MAX_DRAFT, EngineLoad
+from .device_model import random_model
+from .device_rows import Timing
+from .device_setup import Setup
 from .device_transformers import seconds_per_token
 
 ACCEPTANCE = (0.8,)
 """Every draft token is right with this probability, if those before it are."""
 
-MAX_DRAFT = 8
+ROUNDS = 3
+"""Answers are timed so often, the best counts: sizes of steps that are met late are captured on the way."""
+
+LEAST_SHARE = 0.8
+"""Of the rate at which a step's bytes can be read: a token may take 1.25 times as long."""
 
 
-class EngineLoad(Struct, frozen=True, kw_only=True):
-    """Batches of equal requests: random weights, so that what they say does not matter."""
-
-    config: ModelConfig = LLAMA_8B
-    batches: tuple[int, ...] = (1, 32)
-    num_prompt_tokens: int = 512
-    num_output_tokens: int = 128
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def max_model_len(self) -> int:
-        """Of prompt and answer."""
-        return self.num_prompt_tokens + self.num_output_tokens + MAX_DRAFT
-
-    @property
-    def max_batched_tokens(self) -> int:
-        """Half of the largest batch's prompts."""
-        return max(self.num_prompt_tokens, max(self.batches) * self.num_prompt_tokens // 2)
-
-    def step_bytes(self, batch: int) -> int:
-        """In the middle of the answers."""
-        context = self.num_prompt_tokens + self.num_output_tokens // 2
-        return step_bytes(self.config, batch, context, self.dtype)
+def time_engine(setup: Setup) -> Iterator[Timing]:
+    """The engine without drafts."""
+    yield from _time(setup, "engine", None)
 
 
-SMALL_LOAD = EngineLoad(
-    config=TINY, batches=(1, 2), num_prompt_tokens=20, num_output_tokens=60, dtype=torch.float32
-)
-"""What a CPU does in a moment."""
+def time_drafts(setup: Setup) -> Iterator[Timing]:
+    """The engine with drafts that are right at a given rate."""
+    yield from _time(setup, "engine with drafts", ACCEPTANCE)
 
 
-class TokenTime(Struct, frozen=True):
-    """Seconds from one token of a sequence to its next, with the batch and who served it."""
+def time_transformers(setup: Setup) -> Iterator[Timing]:
+    """`generate` of transformers."""
+    load = setup.load
+    sizes = load.batches, load.num_prompt_tokens, load.num_output_tokens
+    rate = copy_rate(setup)
+    for batch, seconds in seconds_per_token(load.config, setup.device, load.dtype, *sizes):
+        yield _timing(load, "transformers", batch, seconds, rate)
 
-    who: str
-    batch: int
-    seconds: float
+
+def token_name(who: str, batch: int) -> str:
+    """Of a row."""
+    return f"{who} x {batch}, token to token"
 
 
-def time_engine(ops: Ops, device: torch.device, load: EngineLoad) -> Iterator[TokenTime]:
-    """The engine without drafts, and with drafts that are right at a given rate, then transformers."""
-    for who, rates in (("engine", None), ("engine with drafts", ACCEPTANCE)):
-        loaded = random_model(load.config, ops, device, load.dtype)
-        engine = _engine(loaded, ops, device, load, rates)
-        for batch in load.batches:
-            _serve(engine, load, batch, drafts=rates is not None)  # captures what it meets
-            yield TokenTime(who, batch, _serve(engine, load, batch, drafts=rates is not None))
-        del engine, loaded
-        _free(device)
-    for batch, seconds in seconds_per_token(
-        load.config, device, load.dtype, load.batches, load.num_prompt_tokens, load.num_output_tokens
-    ):
-        yield TokenTime("transformers", batch, seconds)
-    _free(device)
+def _time(setup: Setup, who: str, rates: tuple[float, ...] | None) -> Iterator[Timing]:
+    load, rate = setup.load, copy_rate(setup)
+    loaded = random_model(load.config, setup.ops(), setup.device, load.dtype)
+    engine = _engine(loaded, setup.ops(), setup.device, load, rates)
+    for batch in load.batches:
+        seconds = min(_serve(engine, load, batch, drafts=rates is not None) for _ in range(ROUNDS))
+        yield _timing(load, who, batch, seconds, rate, None if rates else LEAST_SHARE)
+
+
+def _timing(
+    load: EngineLoad, who: str, batch: int, seconds: float, rate: float, least: float | None = None
+) -> Timing:
+    """A share is that of the rate at which a step without drafts could be read."""
+    return Timing(
+        name=token_name(who, batch),
+        seconds=seconds,
+        amount=load.step_bytes(batch),
+        unit="B",
+        baseline=rate,
+        least=least,
+    )
 
 
 def _engine(
@@ -143,10 +139,3 @@ def _serve(engine: Engine, load: EngineLoad, batch: int, *, drafts: bool) -> flo
 
 def _count(sequences: list[Sequence]) -> int:
     return sum(sequence.num_output_tokens for sequence in sequences)
-
-
-def _free(device: torch.device) -> None:
-    """Give a model's memory back before the next one comes."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

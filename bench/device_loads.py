@@ -1,4 +1,4 @@
-"""What the device benchmark runs: a decoding step's attention, and where its tensors lie."""
+"""What the device benchmark runs: heads, contexts and batches, and where its tensors lie."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any, TypeVar
 import torch
 from msgspec import Struct
 from torch import Tensor
+from torch.nn.functional import pad
 
+from surefoot.backends.engine.model_config import ModelConfig
 from surefoot.backends.engine.step_input import StepInput
+from surefoot.backends.engine.step_size import TABLE_STEP
 from surefoot.kernels.base import Past, Slots
 from surefoot.kernels.layout import BLOCK_TOKENS, BlockLayout, CacheFormat
+
+from .device_model import LLAMA_8B, TINY, step_bytes
 
 MIN_BYTES = 512 << 20
 """What one timing reads at least, in layers of their own: several times what a GPU's caches hold."""
@@ -29,6 +34,9 @@ class Shape(Struct, frozen=True, kw_only=True):
     contexts: tuple[int, ...] = (2048, 8192, 32768)
     batches: tuple[int, ...] = (1, 16, 64)
     prompts: tuple[int, ...] = (512, 2048, 8192)
+    rows: tuple[int, ...] = (1, 32, 2048)
+    long: int = 2100
+    """Tokens of a context that is checked: several splits in every format."""
     min_bytes: int = MIN_BYTES
     copy_bytes: int = 1 << 30
     dtype: torch.dtype = torch.bfloat16
@@ -51,9 +59,45 @@ SMALL = Shape(
     contexts=(100,),
     batches=(1, 3),
     prompts=(50,),
+    rows=(3,),
+    long=300,
     min_bytes=1 << 16,
     copy_bytes=1 << 16,
     dtype=torch.float32,
+)
+"""What a CPU does in a moment."""
+
+MAX_DRAFT = 8
+"""Tokens of a draft."""
+
+
+class EngineLoad(Struct, frozen=True, kw_only=True):
+    """Batches of equal requests: random weights, so that what they say does not matter."""
+
+    config: ModelConfig = LLAMA_8B
+    batches: tuple[int, ...] = (1, 32)
+    num_prompt_tokens: int = 512
+    num_output_tokens: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def max_model_len(self) -> int:
+        """Of prompt and answer."""
+        return self.num_prompt_tokens + self.num_output_tokens + MAX_DRAFT
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Half of the largest batch's prompts."""
+        return max(self.num_prompt_tokens, max(self.batches) * self.num_prompt_tokens // 2)
+
+    def step_bytes(self, batch: int) -> int:
+        """In the middle of the answers."""
+        context = self.num_prompt_tokens + self.num_output_tokens // 2
+        return step_bytes(self.config, batch, context, self.dtype)
+
+
+SMALL_LOAD = EngineLoad(
+    config=TINY, batches=(1, 2), num_prompt_tokens=20, num_output_tokens=60, dtype=torch.float32
 )
 """What a CPU does in a moment."""
 
@@ -65,7 +109,13 @@ class DecodeLoad(Struct, frozen=True, kw_only=True):
     cu_rows: Tensor
     cache: Tensor
     past: Past
-    useful_bytes: int
+    layer_bytes: int
+    """What one call cannot but read."""
+
+    @property
+    def useful_bytes(self) -> int:
+        """Of all layers."""
+        return len(self.cache) * self.layer_bytes
 
 
 def decode_load(
@@ -74,6 +124,8 @@ def decode_load(
     """Random numbers in blocks of random order."""
     layout = shape.layout
     blocks = -(-context // layout.capacity(cache_format))
+    # Wide as an engine's block lists are, which Triton would else compile another kernel for.
+    width = -(-blocks // TABLE_STEP) * TABLE_STEP
     layer_bytes = batch * context * layout.bytes_per_token(cache_format)
     layers = max(-(-shape.min_bytes // layer_bytes), 1)
     size = layers, batch * blocks, layout.block_bytes
@@ -83,11 +135,13 @@ def decode_load(
         # Bytes under 64: no number of 2 bytes is then infinite, or larger than 2.
         cache=torch.randint(0, 64, size, dtype=torch.uint8, device=device),
         past=Past(
-            block_table=torch.randperm(batch * blocks, device=device).int().view(batch, blocks),
+            block_table=pad(
+                torch.randperm(batch * blocks, device=device).int().view(batch, blocks), (0, width - blocks)
+            ),
             lengths=torch.full((batch,), context, dtype=torch.int32, device=device),
             format=cache_format,
         ),
-        useful_bytes=layers * layer_bytes,
+        layer_bytes=layer_bytes,
     )
 
 

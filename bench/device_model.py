@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 import tokenizers
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from tokenizers import decoders, models
 from torch import Tensor
 
@@ -35,6 +37,9 @@ LLAMA_8B = ModelConfig(
 )
 """Llama-3.1-8B's shape, for short contexts."""
 
+SLIM = replace(LLAMA_8B, vocab_size=1024, intermediate_size=512, num_layers=2, max_position_embeddings=1024)
+"""As wide as `LLAMA_8B`, so that it runs the same kernels, and quick to make on a CPU."""
+
 TINY = ModelConfig(
     family="llama",
     vocab_size=320,
@@ -52,7 +57,9 @@ TINY = ModelConfig(
 
 
 class RandomWeights(Struct, frozen=True):
-    """A `WeightSource` of random matrices whose outputs are about as large as their inputs."""
+    """A `WeightSource` of random matrices whose outputs are about as large as their inputs, made on `device`:
+    the same each time, but another device has others.
+    """
 
     config: ModelConfig
     device: torch.device
@@ -68,13 +75,23 @@ class RandomWeights(Struct, frozen=True):
         shape = self.shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, device=self.device)
-        return torch.randn(shape, device=self.device, dtype=self.dtype).mul_(float(shape[1]) ** -0.5)
+        random = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        matrix = torch.randn(shape, device=self.device, dtype=self.dtype, generator=random)
+        return matrix.mul_(float(shape[1]) ** -0.5)
 
 
-def random_model(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Ready to serve token ids; its texts are empty."""
+def random_model(
+    config: ModelConfig,
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    weights: RandomWeights | None = None,
+) -> LoadedModel:
+    """Ready to serve token ids; its texts are empty. `weights` are made where they are used, unless given."""
     mode = WeightMode.FLOAT32 if dtype == torch.float32 else WeightMode.BFLOAT16
-    model = Model(config, RandomWeights(config, device, dtype), ops, mode=mode, device=device)
+    source = weights or RandomWeights(config, device, dtype)
+    model = Model(config, source, ops, mode=mode, device=device)
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     words.decoder = decoders.ByteLevel()
     return LoadedModel(config, model, Tokenizer(words, TokenizerSpec()), "random")

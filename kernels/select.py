@@ -19,6 +19,7 @@ def select_ops(
     device: torch.device | str,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
     cache_dir: Path | None = None,
     num_threads: int | None = None,
     progress: Progress | None = None,
@@ -27,15 +28,16 @@ def select_ops(
 
     On a CPU kernels are compiled into `cache_dir` (None: nothing is kept) and run on `num_threads` threads
     (None: one per core that this process may use). On a GPU (torch calls ROCm's `cuda` too) activations
-    are in `dtype`, and Triton compiles when a kernel is first launched, into a cache of its own. Elsewhere it
-    is the reference.
+    are in `dtype`, and Triton compiles when a kernel is first launched, into a cache of its own; there
+    `batch_invariant` makes linear layers' bits independent of the batch, at a cost (`triton/linear.py`).
+    Elsewhere it is the reference.
     """
     # Imports stand here and not above: numba and triton take a while, and each serves one path.
     kind = torch.device(device).type
     if kind == "cuda":
         from .triton.ops import TritonOps
 
-        return TritonOps(dtype)
+        return TritonOps(dtype, batch_invariant=batch_invariant)
     if kind != "cpu":
         return ReferenceOps()
     from .cpu.launch import Launcher

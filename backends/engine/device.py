@@ -117,9 +117,9 @@ class GraphPool:
         self._side = torch.cuda.Stream()
 
     def capture(self, run: Callable[[], Tensor]) -> Program:
-        """The function is run once before it is captured, as kernels cannot be loaded during a capture; on
-        a side stream, as torch's notes on CUDA graphs ask for, and always the same: libraries keep workspaces
-        by stream.
+        """The function is run once before it is captured, as kernels cannot be loaded during a capture. Both
+        times on one side stream, as torch's notes on CUDA graphs ask for: libraries keep workspaces by
+        stream, and one that is first wanted during a capture would lie in the graphs' memory.
         """
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
@@ -127,7 +127,7 @@ class GraphPool:
             run()
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
             result = run()
         return Graph(graph, result)
 

@@ -31,6 +31,7 @@ from .cache_rule import CacheSpace, format_name
 from .choice_stream import ChoiceStream, joined
 from .cost_model import CostModel, StepCost, StepSample, StepShape
 from .demotion import Move
+from .device import place
 from .device_runner import bytes_of_block, make_runner
 from .prefix_cache import PrefixCache
 from .prepare import LoadedModel
@@ -298,7 +299,8 @@ class Engine:
             places += span[len(span) - chunk.num_sampled :]
             rows += [SampledRow(chunk.sequence, chunk.draft_token_ids[:j]) for j in range(chunk.num_sampled)]
         if len(places) < len(logits):
-            logits = logits[places]
+            kept = torch.tensor(places, dtype=torch.int64)
+            logits = logits.index_select(0, place(kept, logits.device))
         sampled = iter(self._sampler.sample(logits, rows))
         return [self.speculator.verify(chunk, list(islice(sampled, chunk.num_sampled))) for chunk in chunks]
 

@@ -16,9 +16,9 @@ from .step_input import StepInput
 MAX_ROWS = 256
 """Steps with more rows keep a GPU busy for longer than their launches take."""
 
-MAX_WINDOW = 16
-"""Rows of one sequence in a padded step: beyond, attention takes another kernel (`FEW_ROWS` in
-`kernels/triton/splits.py`), which wants rows from 0 on.
+MAX_WINDOW = 32
+"""Rows of one sequence in a padded step, enough for 16 drafts: beyond, attention takes another kernel
+(`FEW_ROWS` in `kernels/triton/splits.py`), which wants rows from 0 on.
 """
 
 MIN_TABLE_WIDTH = 64
@@ -26,6 +26,9 @@ MIN_TABLE_WIDTH = 64
 
 ALIGNED = 4
 """Parts begin at multiples of 16 bytes, or Triton compiles a kernel for each alignment that it meets."""
+
+TABLE_STEP = 16
+"""Block lists of any step are as wide as a multiple of this, for the same reason."""
 
 
 class StepSize(NamedTuple):
@@ -59,14 +62,14 @@ class StepSize(NamedTuple):
 
 
 def size_of(step: StepInput) -> StepSize:
-    """As it is."""
+    """As it is, but for the width of block lists."""
     return StepSize(
         num_plain=step.num_rows - step.num_rotated,
         num_rotated=step.num_rotated,
         num_sequences=len(step.cu_rows) - 1,
         max_rows=int(step.cu_rows.diff().max()),
         formats=step.formats,
-        table_width=max(past.block_table.shape[1] for past in step.past),
+        table_width=_up_to(max(past.block_table.shape[1] for past in step.past), TABLE_STEP),
         num_logit_rows=len(step.logit_rows),
     )
 
@@ -173,14 +176,18 @@ def _cut(words: Tensor, parts: Sequence[int]) -> list[Tensor]:
 
 
 def _aligned(words: int) -> int:
-    return -(-words // ALIGNED) * ALIGNED
+    return _up_to(words, ALIGNED)
 
 
 def _rounded(count: int) -> int:
     """Up: to 0, a power of two up to 8, a multiple of 8 up to 64, a multiple of 32."""
     if count <= 8:
         return _power_of_two(count)
-    step = 8 if count <= 64 else 32
+    return _up_to(count, 8 if count <= 64 else 32)
+
+
+def _up_to(count: int, step: int) -> int:
+    """The next multiple of `step`."""
     return -(-count // step) * step
 
 

@@ -21,8 +21,8 @@ from .fold import FOLD_SPLITS, FOLD_WARPS, fold_splits
 from .rows import BLOCK_M, ROWS_OPTIONS, ROWS_STAGES, ROWS_WARPS, TILE_KEYS, attend_rows
 from .splits import (
     FEW_ROWS,
-    MAX_FULL_M,
     MAX_PROGRAMS,
+    MAX_SPLITS,
     SPLIT_BLOCKS,
     SPLIT_STAGES,
     SPLIT_WARPS,
@@ -32,7 +32,6 @@ from .splits import (
     split_options,
 )
 from .tiles import (
-    MIN_DOT,
     Pool,
     Window,
     check_queries,
@@ -173,19 +172,20 @@ def _attend_few(call: _Call) -> None:
     """Rows of short sequences: splits of the past, then one program per row and query head."""
     q, committed, few = call.q, call.committed, min(FEW_ROWS, call.max_rows)
     widths = [p.block_table.shape[1] for p in committed.pasts] if committed else []
-    num_splits = sum(triton.cdiv(w, SPLIT_BLOCKS) for w in widths)
-    shape = (q.shape[0], q.shape[1], num_splits)
+    num_splits = sum(min(triton.cdiv(w, SPLIT_BLOCKS), MAX_SPLITS) for w in widths)
+    rows = call.num_sequences * few
+    # Rows of a long sequence beside short ones need no place: by sequence there are fewer, then.
+    part_stride = few if rows < q.shape[0] else 0
+    shape = (min(rows, q.shape[0]), q.shape[1], num_splits)
     parts_out = torch.empty((*shape, q.shape[2]), device=q.device)
     parts_lse = torch.empty(shape, device=q.device)
+    assert parts_lse.numel() < 1 << 31  # registers are too dear for more
     if committed is not None and num_splits > 0:
-        average = triton.cdiv(q.shape[0], call.num_sequences)
-        is_full = all(p.format.is_full for p in committed.pasts)
-        constants = _split_constants(committed.layout, call.group, min(few, average), few, is_full)
-        options = split_options([p.format.v_bits for p in committed.pasts], constants["BLOCK_M"])
-        tiles = constants["ROW_TILES"]
+        constants = _split_constants(committed.layout, call.group)
+        tiles = triton.cdiv(few, constants["BLOCK_M"] // call.group)
         others = tiles * call.num_kv_heads * call.num_sequences
         turns = max(1, min(num_splits, MAX_PROGRAMS // others))
-        attend_splits[(turns * tiles, call.num_kv_heads, call.num_sequences)](
+        attend_splits[(tiles, turns, call.num_sequences * call.num_kv_heads)](
             q=q,
             cu_rows=call.cu_rows,
             full=committed.pool.full,
@@ -199,20 +199,28 @@ def _attend_few(call: _Call) -> None:
             q_row_stride=q.stride(0),
             q_head_stride=q.stride(1),
             num_splits=num_splits,
+            part_stride=part_stride,
             scale=call.scale,
             PARTS=_parts(call),
             **constants,
-            **launch_options(SPLIT_WARPS, SPLIT_STAGES, options),
+            **launch_options(
+                SPLIT_WARPS,
+                SPLIT_STAGES,
+                split_options([p.format.v_bits for p in committed.pasts], q.shape[2]),
+            ),
         )
     args = _shared_args(call)
-    del args["slot_positions"], args["position_width"]
-    fold_splits[(call.num_sequences * few, q.shape[1])](
+    # Triton refuses arguments that a kernel does not have; its interpreter would not.
+    del args["tables"], args["slot_positions"], args["position_width"]
+    fold_splits[(rows, q.shape[1])](
         **args,
         parts_out=parts_out,
         parts_lse=parts_lse,
         num_splits=num_splits,
+        part_stride=part_stride,
+        grid_rows=few,
         PARTS=_parts(call),
-        **_fold_constants(q.shape[2], call.group, call.num_kv_heads, few),
+        **_fold_constants(q.shape[2], call.group, call.num_kv_heads),
         num_warps=FOLD_WARPS,
         num_stages=1,
     )
@@ -269,12 +277,7 @@ def _shared_args(call: _Call) -> dict[str, Any]:
     }
 
 
-def _split_constants(
-    layout: BlockLayout, group: int, rows: int, max_rows: int, is_full: bool
-) -> dict[str, Any]:
-    """For tiles of `rows` rows where that many fit, and sequences of up to `max_rows`."""
-    most = min(MAX_FULL_M, padded(rows * group)) if is_full else MIN_DOT
-    block_m = max(padded(group), most)
+def _split_constants(layout: BlockLayout, group: int) -> dict[str, Any]:
     return {
         "HEAD_DIM": layout.head_dim,
         "GROUP": group,
@@ -282,26 +285,25 @@ def _split_constants(
         "BLOCK_BYTES": layout.block_bytes,
         "HEAD_BYTES": layout.head_bytes,
         "MAX_ROWS": FEW_ROWS,
-        "ROW_TILES": triton.cdiv(max_rows, block_m // group),
-        "BLOCK_M": block_m,
+        "BLOCK_M": padded(group),
         "D": padded(layout.head_dim),
         "TOKENS": TILE_TOKENS,
         "WORDS": TILE_WORDS,
         "SPLIT": SPLIT_BLOCKS,
+        "MAX_SPLITS": MAX_SPLITS,
     }
 
 
-def _fold_constants(head_dim: int, group: int, num_kv_heads: int, max_rows: int) -> dict[str, Any]:
+def _fold_constants(head_dim: int, group: int, num_kv_heads: int) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
         "NUM_HEADS": group * num_kv_heads,
         "MAX_ROWS": FEW_ROWS,
-        "GRID_ROWS": max_rows,
-        "PRESENT_ROWS": triton.next_power_of_2(max_rows),
         "D": triton.next_power_of_2(head_dim),
         "FOLD": FOLD_SPLITS,
         "SPLIT": SPLIT_BLOCKS,
+        "MAX_SPLITS": MAX_SPLITS,
     }
 
 
@@ -322,20 +324,18 @@ def aot_cases() -> list[AotCase]:
     llama = BlockLayout(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     small = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
     return [
-        *(_split_case(llama, 4, 1, formats) for formats in [*((f,) for f in FORMATS), (INT4, FULL)]),
-        _split_case(llama, 4, 9, (FULL,)),
-        *(_split_case(small, 3, 1, (f,)) for f in (FULL, INT4)),
-        _fold_case(llama, 4, 1, (INT4, FULL)),
-        _fold_case(llama, 4, 9, (INT4, FULL)),
-        _fold_case(small, 3, 1, (FULL,)),
+        *(_split_case(llama, 4, formats) for formats in [*((f,) for f in FORMATS), (INT4, FULL)]),
+        *(_split_case(small, 3, (f,)) for f in (FULL, INT4)),
+        _fold_case(llama, 4, (INT4, FULL)),
+        _fold_case(small, 3, (FULL,)),
         *(_rows_case(llama, 4, formats) for formats in ((), (FULL,), (INT4, FULL))),
         _rows_case(small, 3, (FULL,)),
     ]
 
 
-def _case_name(kernel: str, layout: BlockLayout, rows: int, formats: tuple[CacheFormat, ...]) -> str:
+def _case_name(kernel: str, layout: BlockLayout, formats: tuple[CacheFormat, ...]) -> str:
     past = " + ".join(f"({f.k_bits}, {f.v_bits})" for f in formats) or "no past"
-    return f"{kernel}, heads of {layout.head_dim}, {rows} rows, {past}"
+    return f"{kernel}, heads of {layout.head_dim}, {past}"
 
 
 def _signature(formats: tuple[CacheFormat, ...], *names: str) -> dict[str, Any]:
@@ -349,14 +349,14 @@ def _signature(formats: tuple[CacheFormat, ...], *names: str) -> dict[str, Any]:
         "parts_out": "*fp32",
         "parts_lse": "*fp32",
         "lse": "*fp32",
-        "num_splits": "i32",
+        **dict.fromkeys(("num_splits", "part_stride", "grid_rows"), "i32"),
         "num_sequences": "i32",
         "scale": "fp32",
         "tables": ("*i32",) * len(formats),
         "lengths": ("*i32",) * len(formats),
-        "widths": ("i32",) * len(formats),
+        "widths": ("i32:16",) * len(formats),
     }
-    return {n: "i32:16" if n.endswith("_stride") else every.get(n, "*bf16") for n in names}
+    return {n: every.get(n, "i32:16" if n.endswith("_stride") else "*bf16") for n in names}
 
 
 def _case(
@@ -380,28 +380,26 @@ def _case(
     )
 
 
-def _split_case(layout: BlockLayout, group: int, rows: int, formats: tuple[CacheFormat, ...]) -> AotCase:
+def _split_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]) -> AotCase:
     parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
-    constants = _split_constants(layout, group, rows, rows, formats == (FULL,))
-    options = split_options([f.v_bits for f in formats], constants["BLOCK_M"])
     return _case(
-        _case_name("attend_splits", layout, rows, formats),
+        _case_name("attend_splits", layout, formats),
         attend_splits,
         formats,
-        window_args(None) | parts | constants,
-        (SPLIT_WARPS, SPLIT_STAGES, options),
+        window_args(None) | parts | _split_constants(layout, group),
+        (SPLIT_WARPS, SPLIT_STAGES, split_options([f.v_bits for f in formats], layout.head_dim)),
         decode=True,
     )
 
 
-def _fold_case(layout: BlockLayout, group: int, rows: int, formats: tuple[CacheFormat, ...]) -> AotCase:
+def _fold_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]) -> AotCase:
     parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
     no_window = {"row_positions": None, "window": None}
     return _case(
-        _case_name("fold_splits", layout, rows, formats),
+        _case_name("fold_splits", layout, formats),
         fold_splits,
         formats,
-        no_window | parts | _fold_constants(layout.head_dim, group, layout.num_kv_heads, rows),
+        no_window | parts | _fold_constants(layout.head_dim, group, layout.num_kv_heads),
         (FOLD_WARPS, 1, {}),
         decode=True,
     )
@@ -411,7 +409,7 @@ def _rows_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]
     parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
     sizes = {"BLOCK_BYTES": layout.block_bytes, "HEAD_BYTES": layout.head_bytes}
     return _case(
-        _case_name("attend_rows", layout, BLOCK_M // group, formats),
+        _case_name("attend_rows", layout, formats),
         attend_rows,
         formats,
         window_args(None) | parts | sizes | _rows_constants(layout.head_dim, group, layout.num_kv_heads),

@@ -32,7 +32,7 @@ from .slots import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["blocks", "slots"])
 def _commit(
     k,  # [L, R, G, 2 * HALF]
     v,  # [L, R, G, 2 * HALF]

@@ -40,7 +40,7 @@ STAGING_BYTES = 32 << 20
 """Half of the level-2 cache of an H100 or H200 (50 MB) and more; a group is never less than a layer."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _move(
     source_cache,  # uint8 [L, num_blocks, block_bytes]
     source_blocks,  # [R]

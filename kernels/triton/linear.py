@@ -59,7 +59,7 @@ def linear(x: Tensor, weight: DenseLinear) -> Tensor:
     return F.linear(x.to(weight.weight.dtype), weight.weight, weight.bias).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _invariant_linear(
     x,  # [rows, num_in]
     weight,  # [num_out, num_in]

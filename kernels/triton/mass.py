@@ -57,7 +57,7 @@ def _queries(
     return tl.load(q + at, mask=mask, other=0.0), own.to(tl.float32) * LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_sequences"])
 def observe_past(
     q,
     lse,
@@ -118,7 +118,7 @@ def observe_past(
     tl.store(mass + target, tl.sum(shares, 0), mask=tokens < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "num_sequences"])
 def observe_present(
     q,
     k,

@@ -1,7 +1,7 @@
 """`merge`: two partial attentions of the same queries as one, by their log-sum-exp.
 
-Moves both outputs in and one out, `3 * head_dim` numbers per row and head, which is the least; 5 operations
-per number. Where past and present are computed together (`attention.py`) it is not needed.
+Bytes: both outputs are read and one is written, `3 * head_dim` numbers per row and head: the minimum.
+Operations: 5 per number. Where past and present are computed together (`attention.py`) it is not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VECTORS = 16
 """Vectors of a program: 8 KiB a tensor at head_dim 128, some loads in flight for each of 4 warps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_vectors"])
 def merge_parts(
     out_a, lse_a, out_b, lse_b, out, num_vectors, HEAD_DIM: tl.constexpr, D: tl.constexpr, V: tl.constexpr
 ):

@@ -34,7 +34,7 @@ def hadamard(x, RUNS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr):
     return x * SIZE**-0.5
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs"])
 def _rotate(
     x,  # [N, heads, HEAD_DIM]
     out,  # [N, heads, HEAD_DIM], contiguous

@@ -113,7 +113,7 @@ def _advance(state, parts, splits, launch, top_p, BLOCK_SPLITS: tl.constexpr):
     return known * BINS + found, above, enough, tl.load(state + 3)
 
 
-@triton.jit(do_not_specialize=["launch"])
+@triton.jit(do_not_specialize=["launch", "rows"])
 def _look(
     logits,  # [R, vocabulary]
     temperature,  # float32 [R]
@@ -195,7 +195,7 @@ def _gumbel(seed, choice, position, first, TILE: tl.constexpr):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _choose(
     logits,  # [R, vocabulary]
     temperature,  # float32 [R]

@@ -1,21 +1,28 @@
-"""The device benchmark, as far as a CPU can tell: its checks, its report and its arguments."""
+"""The device benchmark, as far as a CPU can tell: its checks, its report, its processes and its arguments."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from surefoot.bench.device import Report, Timing, main, run
-from surefoot.bench.device_checks import Check
-from surefoot.bench.device_engine import SMALL_LOAD
-from surefoot.bench.device_loads import SMALL, Shape, decode_load
-from surefoot.bench.device_model import LLAMA_8B, step_bytes
+from surefoot.bench.device import TIMINGS, Report, main, run
+from surefoot.bench.device_checks import CHECKS, check_rowwise
+from surefoot.bench.device_kernels import time_decoding, time_prefill
+from surefoot.bench.device_loads import Shape, decode_load
+from surefoot.bench.device_model import LLAMA_8B, SLIM, step_bytes
+from surefoot.bench.device_rows import Check, Fault, Part, Ratio, Row, Timing
+from surefoot.bench.device_sections import Apart, Section, rows_of
+from surefoot.bench.device_setup import REFERENCE, Setup
 from surefoot.kernels.layout import FORMATS, FULL
 from surefoot.kernels.reference import ReferenceOps
 
@@ -23,29 +30,35 @@ CPU = torch.device("cpu")
 
 
 def test_reference_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--reference` checks first, then times every shape and format, and stores what it printed."""
+    """`--reference` checks first, then times every shape and format, prints a table at the end, and stores
+    what it found.
+    """
     assert main(["--reference", "--output", str(tmp_path / "report.json")]) == 0
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
+    checks = [row for part in report.parts for row in part.rows if isinstance(row, Check)]
     lines = capsys.readouterr().out.splitlines()
-    verdict = lines.index(f"VERDICT: {len(report.checks)} checks passed")
-    assert verdict == len(report.checks) + 1
-    assert lines[verdict + 2 :] == [timing.line for timing in report.timings]
-    decodes = len(SMALL.contexts) * len(SMALL.batches) * len(FORMATS)
-    served = 3 * len(SMALL_LOAD.batches)
-    assert len(report.timings) == served + decodes + 2 * len(SMALL.prompts)
-    assert report.is_whole
-    assert {timing.name for timing in report.timings[:served]} >= {
-        "engine x 1, token to token",
-        "engine with drafts x 2, token to token",
-        "transformers x 2, token to token",
+    (verdict,) = (number for number, line in enumerate(lines) if line.startswith("VERDICT"))
+    assert lines[verdict].endswith(f"{len(checks)} checks passed")
+    printed = [row.line for part in report.parts for row in part.rows]
+    assert [line for line in lines if line in printed] == printed
+    assert lines.index(checks[-1].line) < verdict < lines.index(report.parts[-1].rows[0].line)
+    assert lines[-len(report.parts) :] == [part.line for part in report.parts]
+    names = {row.name for part in report.parts for row in part.rows}
+    assert names >= {
+        *("rotate", "bytes of (4, 4)", "attention over (8, 4)", "lse of past of (8, 8)", "bits alone"),
+        *("prompt over (16, 16) and (4, 4)", "present", "mass over (4, 4)", "sample", "missing tokens"),
+        *("graphs of steps", "steps of a model", "waits in steps", "the largest step"),
+        *(f"decode 100 x {batch}, ({f.k_bits}, {f.v_bits})" for batch in (1, 3) for f in FORMATS),
+        *("prefill 50, torch", "prefill 50, ours", "linear of 3 rows, batch-invariant"),
+        *(f"{who} x 2, token to token" for who in ("engine", "engine with drafts", "transformers")),
+        *("the engine beside generate x 2", "tokens in 4 bits beside 16, 100 x 3"),
     }
-    assert {check.name for check in report.checks} >= {
-        "rotate",
-        "bytes of (4, 4)",
-        "attention over (8, 4)",
-        "graphs of steps",
-        "waits in steps",
-    }
+
+
+def test_everything_is_in_a_section() -> None:
+    """Sections have names of their own, which are those of processes."""
+    names = [section.name for section in (*CHECKS, *TIMINGS)]
+    assert sorted(set(names)) == sorted(names)
 
 
 class _Faulty(ReferenceOps):
@@ -55,21 +68,81 @@ class _Faulty(ReferenceOps):
         return super().rms_norm(x, weight, eps) * 1.03
 
 
-def test_nothing_is_timed_after_a_failed_check(capsys: pytest.CaptureFixture[str]) -> None:
-    """A faulty op is named, and no number is printed that somebody might believe."""
-    report = run(_Faulty(), CPU, SMALL, SMALL_LOAD)
-    assert [check.name for check in report.checks if not check.is_good] == ["rms_norm"]
-    assert report.timings == []
-    assert capsys.readouterr().out.endswith(f"VERDICT: 1 of {len(report.checks)} checks failed\n")
+class _FaultySetup(Setup):
+    """Whose norms are faulty."""
+
+    def ops(self) -> ReferenceOps:
+        return _Faulty()
 
 
-def test_it_stops_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """When the time is up nothing further is timed, and the report says that it is not whole."""
-    monkeypatch.setattr("surefoot.bench.device.MAX_SECONDS", 0.0)
-    report = run(ReferenceOps(), CPU, SMALL, SMALL_LOAD)
-    assert len(report.timings) == 1
-    assert not report.is_whole
-    assert "stopped after" in capsys.readouterr().out
+def _like(kind: type[Setup], setup: Setup) -> Setup:
+    return kind(**{name: getattr(setup, name) for name in setup.__struct_fields__})
+
+
+def _two(setup: Setup) -> Iterator[Row]:
+    yield Check(name="first", error=0.0, limit=0.0)
+    yield Check(name="second", error=0.0, limit=0.0)
+
+
+def _breaks(setup: Setup) -> Iterator[Row]:
+    yield Check(name="before", error=0.0, limit=0.0)
+    raise RuntimeError("no such kernel\nand more")
+
+
+class _InThere:
+    """A function to be called by whoever unpickles this."""
+
+    def __init__(self, function: Callable[..., object], argument: object) -> None:
+        self._call = function, (argument,)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
+        return self._call
+
+    def __call__(self, setup: Setup) -> Iterator[Row]:
+        raise NotImplementedError
+
+
+def test_a_failed_check_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A faulty op is named, and the verdict says what its timings are worth."""
+    section = Section("rows", check_rowwise)
+    report = run(_like(_FaultySetup, REFERENCE), None, [section], [Section("prefill", time_prefill)])
+    assert [row.name for row in report.parts[0].rows if not row.is_good] == ["rms_norm", "add_rms_norm"]
+    assert not report.is_good
+    assert "2 of 7 checks failed: believe no timing" in capsys.readouterr().out
+    assert len(report.parts[1].rows) == 2
+
+
+def test_an_exception_ends_its_section_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """What was found before is kept, the exception is a row, and the other sections run."""
+    report = run(REFERENCE, None, [Section("broken", _breaks), Section("whole", _two)], [])
+    broken, whole = report.parts[:2]
+    assert [row.name for row in broken.rows] == ["before", "broken"]
+    assert broken.rows[1] == Fault(name="broken", what="RuntimeError: no such kernel")
+    assert [row.name for row in whole.rows] == ["first", "second"]
+    assert "1 of 4 checks failed" in capsys.readouterr().out
+    assert not report.is_good
+
+
+@pytest.mark.parametrize(
+    ("work", "limit_s", "what"),
+    [
+        (_InThere(os._exit, 3), 90.0, "ended with status 3"),
+        (_InThere(time.sleep, 600.0), 0.1, "stopped, as the time was up"),
+    ],
+)
+def test_a_process_that_dies_or_hangs(work: _InThere, limit_s: float, what: str) -> None:
+    """A process that dies, or has to be stopped, is a row of its section."""
+    apart = Apart(Section("work", work), REFERENCE)
+    apart.begin()
+    assert list(apart.rows(time.monotonic() + limit_s)) == [Fault(name="work", what=what)]
+
+
+def test_a_process_finds_what_this_one_does() -> None:
+    """A section gives the same rows in a process of its own."""
+    section = Section("rows", check_rowwise)
+    apart = Apart(section, REFERENCE)
+    apart.begin()
+    assert list(apart.rows(time.monotonic() + 90.0)) == list(rows_of(section, REFERENCE))
 
 
 def test_a_step_reads_the_weights_and_the_cache() -> None:
@@ -77,6 +150,12 @@ def test_a_step_reads_the_weights_and_the_cache() -> None:
     alone, two = (step_bytes(LLAMA_8B, batch, 1000, torch.bfloat16) for batch in (1, 2))
     assert two - alone == 2 * 4096 + 1000 * 32 * 2 * 8 * 128 * 2
     assert 15.0e9 < alone < 15.2e9
+
+
+def test_what_is_checked_has_the_kernels_of_what_is_timed() -> None:
+    """The model whose steps are checked is as wide as the one that is timed, so nothing is compiled twice."""
+    fields = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps")
+    assert [getattr(SLIM, name) for name in fields] == [getattr(LLAMA_8B, name) for name in fields]
 
 
 def test_what_is_no_number_is_no_success() -> None:
@@ -104,9 +183,28 @@ def test_a_timing_reads_more_than_caches_hold() -> None:
     assert load.useful_bytes == len(load.cache) * 2 * 100 * 256
     assert (1 << 20) <= load.useful_bytes < (1 << 20) + 2 * 100 * 256
     assert load.cache[0].numel() == 2 * 7 * 16 * 256
+    assert load.past.block_table.shape == (2, 16)
+    assert load.past.block_table[:, :7].flatten().sort().values.tolist() == list(range(14))
 
 
-def test_a_line_has_rate_and_share() -> None:
-    """A rate is useful bytes a second, its share that of the copy's."""
+def test_a_bar_holds_for_large_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate has a bar where one call reads as much as the bar asks for, else it is only reported."""
+    shape = replace(REFERENCE.shape, batches=(1, 8))
+    monkeypatch.setattr("surefoot.bench.device_kernels.BAR_BYTES", 101 * shape.layout.bytes_per_token(FULL))
+    rows = [row for row in time_decoding(replace(REFERENCE, shape=shape)) if isinstance(row, Timing)]
+    least = {row.name: row.least for row in rows}
+    assert least["decode 100 x 1, (16, 16)"] is None
+    assert least["decode 100 x 8, (16, 16)"] == 0.85
+    assert least["decode 100 x 8, (4, 4)"] == 0.7
+
+
+def test_lines_say_what_is_good() -> None:
+    """A rate is useful bytes a second, its share that of the copy's; both, and ratios, with their bars."""
     timing = Timing(name="decode", seconds=0.002, amount=4e9, unit="B", baseline=4e12)
     assert timing.line.split() == ["decode", "2000.0", "us", "2000.00", "GB/s", "50.0", "%"]
+    assert replace(timing, least=0.4).line.split()[0] == "ok"
+    assert replace(timing, least=0.6).line.split()[-5:] == ["50.0", "%", "of", "60", "%"]
+    ratio = Ratio(name="ours", ratio=2.0, least=3.0)
+    assert ratio.line.split() == ["LOW", "ours", "2.00", "x", "of", "3.0"]
+    part = Part(name="all", seconds=1.0, rows=[timing, ratio, Fault(name="x", what="y")])
+    assert (part.num_bad, part.num_low) == (1, 1)

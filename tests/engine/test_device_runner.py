@@ -174,7 +174,9 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
         monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: self._within("side"))
-        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: self._within(f"capture in {pool}"))
+        monkeypatch.setattr(
+            torch.cuda, "graph", lambda graph, pool, stream: self._within(f"capture in {pool}")
+        )
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self._noting("replay")))
 
     def _noting(self, name: str) -> Callable[..., None]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.kernels.triton import attention, fold, rows, splits
 from surefoot.kernels.triton.aot import TARGETS, AotCase, Usage
-from surefoot.kernels.triton.table import BEGIN, END, aot_cases, faults, markdown, with_table
+from surefoot.kernels.triton.table import BEGIN, END, MODULES, aot_cases, faults, markdown, with_table
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,6 +39,14 @@ def test_the_page_lists_every_kernel() -> None:
     table = page.partition(BEGIN)[2].partition(END)[0]
     missing = [case.name for case in aot_cases() if f"| {case.name} | {case.num_warps} |" not in table]
     assert missing == []
+
+
+def test_every_kernel_states_its_bytes_and_operations() -> None:
+    """A kernel's file says at its top what it moves and does against the least that it could."""
+    for module in (*MODULES, splits, fold, rows):
+        if module is not attention:  # which launches the last three
+            assert "ytes" in str(module.__doc__), module.__name__
+            assert "perations" in str(module.__doc__), module.__name__
 
 
 def test_case_names_are_unique() -> None:

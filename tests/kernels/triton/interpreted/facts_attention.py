@@ -56,6 +56,20 @@ class Case:
         at = table[token // capacity], token % capacity
         reference.commit(self.layer[None], self.layout, k, v + 0.3, *at, cache_format)
 
+    def alone(self, sequence: int, rows: int | None = None) -> Case:
+        """One of the sequences, or the first of its rows."""
+        case, own = object.__new__(Case), slice(sequence, sequence + 1)
+        case.layout, case.layer, case.scale, case.dtype = self.layout, self.layer, self.scale, self.dtype
+        begin, end = self.cu_rows[sequence : sequence + 2].tolist()
+        case.q, case.k, case.v = (
+            x[begin : end if rows is None else begin + rows] for x in (self.q, self.k, self.v)
+        )
+        case.cu_rows = torch.tensor([0, len(case.q)], dtype=torch.int32)
+        case.pasts = [
+            Past(block_table=p.block_table[own], lengths=p.lengths[own], format=p.format) for p in self.pasts
+        ]
+        return case
+
     def past(self, **options: Window | int | None) -> tuple[Tensor, Tensor]:
         return past_attention(
             self.q, self.cu_rows, self.layer, self.layout, self.pasts, self.scale, **options

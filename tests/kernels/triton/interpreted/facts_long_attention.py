@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from surefoot.kernels.base import Past
 from surefoot.kernels.layout import FULL, INT4, INT8, K8V4, CacheFormat
-from surefoot.kernels.triton.splits import FEW_ROWS
+from surefoot.kernels.triton import attention as attention_module
+from surefoot.kernels.triton.splits import FEW_ROWS, SPLIT_BLOCKS
 from surefoot.kernels.triton.tiles import Window
 
 from ...numerics import assert_close
@@ -40,14 +44,44 @@ def test_bits_do_not_depend_on_the_batch() -> None:
     assert torch.equal(again, out)
     assert torch.equal(again_lse, lse)
     for rows in (1, 3):
-        alone = object.__new__(Case)
-        alone.layout, alone.layer, alone.scale, alone.dtype = case.layout, case.layer, case.scale, BF16
-        alone.q, alone.k, alone.v = case.q[:rows], case.k[:rows], case.v[:rows]
-        alone.cu_rows = torch.tensor([0, rows], dtype=torch.int32)
-        alone.pasts = [
-            Past(block_table=p.block_table[:1], lengths=p.lengths[:1], format=p.format) for p in case.pasts
-        ]
-        assert torch.equal(alone.both()[0], out[:rows])
+        assert torch.equal(case.alone(0, rows).both()[0], out[:rows])
+
+
+@pytest.mark.parametrize("cache_format", [FULL, INT4])
+def test_long_contexts_have_larger_splits(cache_format: CacheFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that would have more splits than there may be has larger ones, and another none of that."""
+    lengths = [3 * SPLIT_BLOCKS * 16 + 5, SPLIT_BLOCKS * 16 + 1]
+    case = Case([2, 1], {cache_format: lengths}, (1, 1, 64), BF16)
+    expected = case.both()[0]
+    monkeypatch.setattr(attention_module, "MAX_SPLITS", 2)
+    out = case.both()[0]
+    assert_close("both", out, case.exact_both()[0], BF16)
+    assert torch.equal(out[2:], expected[2:])
+
+
+def test_rows_of_long_sequences_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of splits have places for as many rows as short sequences can have, not for a prompt's; where
+    they lie changes no bit.
+    """
+    rows = [2, 3 * FEW_ROWS, 1]
+    case = Case(rows, {FULL: [40, 17, 5]}, (2, 1, 64), BF16)
+    sizes = []
+    launch = attention_module.fold_splits
+
+    class Noting:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def run(**args: Any) -> object:
+                sizes.append((len(args["parts_out"]), args["part_stride"]))
+                return launch[grid](**args)
+
+            return run
+
+    monkeypatch.setattr(attention_module, "fold_splits", Noting())
+    apart = case.both()[0]
+    assert sizes == [(3 * FEW_ROWS, FEW_ROWS)]
+    assert torch.equal(apart[:2], case.alone(0).both()[0])
+    assert torch.equal(apart[-1:], case.alone(2).both()[0])
+    assert sizes[1:] == [(2, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("first_rows", [2, FEW_ROWS + 4])
