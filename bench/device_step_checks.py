@@ -11,7 +11,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from surefoot.backends.engine.admission import admit
 from surefoot.backends.engine.device import Called, capture_on
 from surefoot.backends.engine.device_runner import DeviceRunner
 from surefoot.backends.engine.engine import Engine, EngineCounters
@@ -97,17 +96,7 @@ def check_engine(setup: Setup) -> Iterator[Check]:
     messages = [_message(number) for number in range(6)]
     for key, message in enumerate(messages):
         assert isinstance(message.prompt, TokenPrompt)
-        engine.add(
-            admit(
-                message,
-                message.prompt.token_ids,
-                key=key,
-                max_model_len=engine.max_model_len,
-                vocab_size=setup.checked.vocab_size,
-                now_s=clock(),
-                space=engine.cache_space,
-            )
-        )
+        engine.submit(message, message.prompt.token_ids, key=key)
     num_tokens = 0
     while engine.has_work:
         chunks = (output.event for output in engine.step() if isinstance(output.event, Chunk))

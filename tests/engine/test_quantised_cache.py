@@ -184,7 +184,7 @@ def test_within_a_sliding_window_nothing_is_different(
     endless = load_tiny("mistral-window", parts, tmp_path / "endless", head_dim=32, sliding_window=None)
     asked = message(prompt_of(150), replace(GREEDY, max_tokens=106), plan=plan(cache_format, drafts=True))
     assert serve(windowed, asked).choices == serve(endless, asked).choices
-    with pytest.raises(ContextTooLong, match="at most 256 tokens"):
+    with pytest.raises(ContextTooLong, match="maximum context length is 256 tokens"):
         serve(windowed, replace(asked, params=replace(GREEDY, max_tokens=107)))
 
 

@@ -55,7 +55,8 @@ def step_of(rows: list[int], num_rotated: int = 0, widths: tuple[int, ...] = (3,
         ([1] * 63, 1, (64, 1, 64, 1)),
         ([1] * 65, 0, (96, 0, 96, 1)),
         ([3, 1, 5], 5, (4, 8, 4, 8)),
-        ([MAX_WINDOW], 0, (16, 0, 1, 16)),
+        ([17], 0, (24, 0, 1, 32)),
+        ([MAX_WINDOW], 0, (32, 0, 1, 32)),
     ],
 )
 def test_a_bucket_holds_its_steps(
