@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from surefoot.backends.engine.loss import LossSettings, measure_loss
 from surefoot.backends.engine.loss import report_text as loss_text
 from surefoot.backends.engine.loss_errors import LossError
 from surefoot.backends.engine.model_errors import DeviceNotFound, ModelError, ModelNotFound
+from surefoot.backends.engine.process_memory import spare_collector
 from surefoot.backends.engine.quality.measure import (
     QualitySettings,
     make_report_folder,
@@ -84,15 +84,6 @@ def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
         _tell(invitation(url, backend.models[0].id))
 
     return serve(app, settings.host, settings.port, settings.drain_s, on_ready)
-
-
-def spare_collector() -> None:
-    """Let the cyclic garbage collector pass over what is there now and stays: libraries and the engine.
-
-    Otherwise all threads stand still now and then while it looks through some 300,000 objects for garbage.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def run_loss(

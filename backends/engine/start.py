@@ -20,9 +20,9 @@ from .backend import EngineBackend, EngineParts
 from .device import CPU, device_name
 from .engine import Engine
 from .first_come import FirstComeScheduler
-from .freed_memory import give_back_freed_memory
 from .limits import available_memory_bytes, cpu_count
 from .prepare import LoadedModel, load_model
+from .process_memory import give_back_freed_memory
 from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler
 from .settings import EngineSettings

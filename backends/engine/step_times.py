@@ -10,9 +10,9 @@ from .cost_model import StepCost
 from .demotion import Move
 from .scheduler import ScheduledChunk, shape_of
 
-READ_COST: Mapping[str, float] = {"k16v16": 1.0, "k8v8": 0.95, "k8v4": 0.93, "k4v4": 0.85}
-"""What attending to a token takes, beside one in full precision, on the CPU (docs/measurements.md, the last
-figures of attention by format: AVX-512, two threads, batches of 8 after 2,048 tokens).
+READ_COST: Mapping[str, float] = {"k16v16": 1.0, "k8v8": 0.82, "k8v4": 0.82, "k4v4": 0.74}
+"""What attending to a token takes, beside one in full precision, on the CPU (docs/cpu-kernels.md: AVX-512,
+two threads, batches of 8 after 2,048 tokens).
 """
 
 

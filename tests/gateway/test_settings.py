@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -26,7 +25,7 @@ from surefoot.gateway.settings import (
     resolve,
     value_text,
 )
-from surefoot.gateway.start import engine_options, load_tenants, spare_collector
+from surefoot.gateway.start import engine_options, load_tenants
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -336,13 +335,3 @@ def test_a_cache_beyond_the_memory_is_refused() -> None:
     """Memory that the process cannot have is refused before the start, with both sizes."""
     with pytest.raises(SettingsError, match=r"cache_memory = 1048576TiB: this process can have \d+\.\d GiB"):
         engine_options(ServeSettings(cache_memory=ByteSize(2**60), device="cpu"))
-
-
-def test_collections_pass_over_what_stays() -> None:
-    """Once a server is ready its libraries are never looked through again: that took a tenth of a second."""
-    try:
-        spare_collector()
-        assert gc.get_freeze_count() > 10_000
-        assert len(gc.get_objects()) < 1000
-    finally:
-        gc.unfreeze()
