@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import math
 import os
@@ -45,6 +44,7 @@ from .engine import Engine, EngineCounters, Output
 from .machine_file import MachineCost, save_machine
 from .mailbox import Mailbox
 from .prepare import LoadedModel
+from .process_memory import spare_collector
 from .scheduler_load import UnitCost, load_of, view_of
 from .sequence import Request
 from .settings import EngineSettings
@@ -341,8 +341,7 @@ class EngineBackend:
         error.__traceback__ = error.__context__ = None
         del self._engine
         self._speculator.restart()
-        gc.unfreeze()
-        gc.collect()
+        spare_collector()
         try:
             with self._watchdog.guard():
                 self._engine = self._new_engine()

@@ -20,6 +20,8 @@ def spare_collector() -> None:
     """Let the cyclic garbage collector pass over what is there now and stays: libraries and the engine.
 
     Otherwise all threads stand still now and then while it looks through some 300,000 objects for garbage.
+    What was passed over before and is garbage by now goes first.
     """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
