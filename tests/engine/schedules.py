@@ -28,10 +28,18 @@ def enter(request: Request, cache: PrefixCache, scheduler: Scheduler) -> None:
         scheduler.add(sequence)
 
 
-def queue_held(request: Request, scheduler: Scheduler) -> None:
-    """Some choice has run the prompt."""
-    for held in request.prompt_ran():
-        scheduler.add(held)
+def advance(chunk: ScheduledChunk, token_id: int, cache: PrefixCache, scheduler: Scheduler) -> None:
+    """A chunk ran: its tokens are in the cache, and `token_id` is what it samples, if it samples."""
+    sequence, samples = chunk.sequence, chunk.samples
+    sequence.num_committed += chunk.num_tokens
+    cache.publish(sequence)
+    if sequence.num_committed >= sequence.num_prompt_tokens:
+        for held in sequence.request.prompt_ran():
+            scheduler.add(held)
+    if samples:
+        sequence.append(token_id)
+        if sequence.num_output_tokens >= sequence.request.max_tokens:
+            scheduler.finish(sequence)
 
 
 def abort(request: Request, scheduler: Scheduler) -> None:

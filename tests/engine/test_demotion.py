@@ -33,7 +33,7 @@ from surefoot.backends.engine.simulator import VirtualClock
 from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS, FORMATS, FULL, BlockLayout, CacheFormat
 
-from .schedules import SCHEDULERS, abort, enter, preempt, queue_held
+from .schedules import SCHEDULERS, abort, advance, enter, preempt
 
 LAYOUT = BlockLayout(num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 PLANS = tuple(
@@ -100,7 +100,8 @@ class World:
             self._check(chunk.sequence)
             self._write(chunk)
         for chunk in chunks:
-            self._advance(chunk)
+            sequence = chunk.sequence
+            advance(chunk, len(set(sequence.token_ids[-5:])) + sequence.choice, self.cache, self.scheduler)
         self.pool.check_integrity()
         self._check_holders()
         return sum(chunk.num_tokens for chunk in chunks)
@@ -155,17 +156,6 @@ class World:
             assert self.pool.ref_count(block) == 1, "a shared block was written"
             assert block not in self.pool._keys, "a published block was written"
             self.slots[block, place[1]] = FULL, (chain[position], dependence)
-
-    def _advance(self, chunk: ScheduledChunk) -> None:
-        sequence, samples = chunk.sequence, chunk.samples
-        sequence.num_committed += chunk.num_tokens
-        self.cache.publish(sequence)
-        if sequence.num_committed >= sequence.num_prompt_tokens:
-            queue_held(sequence.request, self.scheduler)
-        if samples:
-            sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice)
-            if sequence.num_output_tokens >= sequence.request.max_tokens:
-                self.scheduler.finish(sequence)
 
     def _check_holders(self) -> None:
         held = sorted(

@@ -16,7 +16,7 @@ from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.types import GenerateRequest, SamplingParams, TokenPrompt
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .schedules import abort, enter, preempt, queue_held
+from .schedules import abort, advance, enter, preempt
 
 Content = tuple[object, tuple[int, ...]]
 """Whose tokens, and all of them from the first to the block's newest: what K and V depend on."""
@@ -68,15 +68,9 @@ class World:
             chunk.sequence.request.first_step_s = 0.0
             self._run(chunk.sequence, chunk.num_tokens)
         for chunk in chunks:
-            sequence, samples = chunk.sequence, chunk.samples
-            sequence.num_committed += chunk.num_tokens
-            self.cache.publish(sequence)
-            if sequence.num_committed >= sequence.num_prompt_tokens:
-                queue_held(sequence.request, self.scheduler)
-            if samples:
-                sequence.append(len(set(sequence.token_ids[-5:])) + sequence.choice % 2)
-                if sequence.num_output_tokens >= sequence.request.max_tokens:
-                    self.scheduler.finish(sequence)
+            sequence = chunk.sequence
+            token_id = len(set(sequence.token_ids[-5:])) + sequence.choice % 2
+            advance(chunk, token_id, self.cache, self.scheduler)
         self.pool.check_integrity()
         return {(chunk.sequence.request.key, chunk.sequence.choice): chunk.num_tokens for chunk in chunks}
 
