@@ -7,6 +7,7 @@ printed is the fastest round, in milliseconds for all layers.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def workload(ops: Ops, cache_format: CacheFormat, batch: int) -> Workload:
 
 
 def main(cache_dir: Path | None) -> None:
-    """Print one line per format and batch."""
+    """Print what attention costs per format and batch."""
     ops = select_ops("cpu", cache_dir=cache_dir)
     sys.stdout.write(f"{ops.name}: attention over {TOKENS} past tokens, ms for {LAYERS} layers\n")
     for batch in BATCHES:
@@ -81,4 +82,6 @@ def main(cache_dir: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(prog="python -m surefoot.kernels.bench", description=main.__doc__)
+    parser.add_argument("cache_dir", type=Path, nargs="?", help="folder that keeps the compiled kernels")
+    main(parser.parse_args().cache_dir)
