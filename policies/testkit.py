@@ -14,6 +14,7 @@ first one that shows a fault. A policy must be
 from __future__ import annotations
 
 import builtins
+import gc
 import random
 import socket
 import sys
@@ -122,12 +123,25 @@ def count_calls(work: Callable[[], object]) -> int:
         num_calls += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
+    with _uncollected():
+        sys.setprofile(count)
+        try:
+            work()
+        finally:
+            sys.setprofile(before)
     return num_calls
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No collection of garbage, whose finalizers would be calls of whatever happened to run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_one(policy: Policy, observation: Observation) -> Decision:

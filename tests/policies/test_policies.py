@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from functools import partial
@@ -470,6 +471,34 @@ def test_a_decision_takes_few_calls() -> None:
     seen = [replace(each, policy="adaptive") for each in sample_observations()]
     calls = [count_calls(partial(serving.decide, each)) for each in seen]
     assert max(calls) <= 150
+
+
+class Litter:
+    """A cycle whose finalizer a collection of garbage calls."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        str(self)
+
+
+def drop_litter() -> None:
+    """Work that leaves garbage behind."""
+    for _ in range(20):
+        Litter()
+
+
+def test_garbage_of_others_counts_no_calls() -> None:
+    """A collection that falls into the work would call finalizers; they are nothing of the work's."""
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        with_litter = count_calls(drop_litter)
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+    assert with_litter == count_calls(drop_litter)
 
 
 def entry_point(name: str, value: str) -> EntryPoint:
