@@ -119,6 +119,11 @@ class Emitter:
             ]
         return vectors[0]
 
+    def rotate(self, lanes: ir.Value, bits: ir.Value) -> ir.Value:
+        """int32 lanes turned right by as many bits."""
+        count = lanes.type.count
+        return self.call(f"llvm.fshr.v{count}i32", lanes.type, lanes, lanes, self.splat(bits, count))
+
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         """`x * y + z`, rounded once where the processor can; a call per lane would be the alternative."""
         if not self.form.has_fma:

@@ -1,20 +1,14 @@
 """Linear layers: weights in panels of 16 outputs, rows in register tiles, one chain of additions per output.
 
-Group formats multiply 4- or 8-bit codes with activations quantised per row and group of 32 to int16 (8 bits
-cost 0.003 nat a token on SmolLM2-135M, see docs/measurements.md). A group's dot product is an exact integer;
-then `acc = fma(float(dot), d * s, acc)` and, where the format has a minimum m, `acc = fma(m, sum(x), acc)`,
-groups in order. So a row's result depends neither on the rows beside it nor on the form. 16- and 32-bit
-weights take `acc = fma(x, w, acc)` over k in order.
+Group formats multiply 4- or 8-bit codes with quantised activations (`activations.py`): a group's dot product
+is an exact integer; then `acc = fma(float(dot), d * s, acc)` and, where the format has a minimum m, `acc =
+fma(m, sum(x), acc)`, groups in order. So a row's result depends neither on the rows beside it nor on the
+form. 16- and 32-bit weights take `acc = fma(x, w, acc)` over k in order.
 
 A panel of a group format holds the codes of all groups, then the scales: 16 float16 d a group (and 16 m).
 Nibbles: 4 vectors of 64 bytes a group; byte 4 * o + j of vector v has output o's codes of k = 8 * v + j (low
 half) and k = 8 * v + 4 + j (high half). Bytes: 8 vectors, byte 4 * o + j of vector v has k = 4 * v + j. A
 panel of 16- or 32-bit weights is `[in, 16]`.
-
-An activation group is 80 bytes: 32 int16, float32 scale s, float32 sum of the group, int32 -8 * sum of codes
-(Q4_0's are 8 too large), 4 bytes unused. Every four int16 lie in the order 0, 2, 1, 3, since shifting 16-bit
-lanes brings the codes of k and k + 2 side by side. A group's rows follow one another (a tile's rows then lie
-at fixed offsets), groups are `rows * 80 + 64` bytes apart.
 """
 
 from __future__ import annotations
@@ -24,43 +18,23 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import types
 
-from .dot import add_pairs
-from .forms import FLOAT, INT16, INT32, LANES, Emitter
+from .activations import ACTIVATION_BYTES, OFFSET, OUTLIERS, PLACES, SCALE, SUM, TURNS
+from .dot import ByteDot, byte_excess
+from .forms import FLOAT, INT8, INT16, INT32, INT64, LANES, Emitter
+from .kinds import BF16, F32_, Q4_0, Q4_1, Q8_0
 from .vector import (
-    ADDRESS,
     F32,
-    I32,
-    absolute,
     add_to_rows,
     compiled,
-    fma,
     linear_tile,
-    load,
-    max_lanes,
-    maximum,
-    mul,
-    op,
     prefetch,
-    splat,
     store_rows,
     store_rows_part,
-    sum_lanes,
     tile,
     words,
     zeros,
 )
-
-Q4_0, Q4_1, Q8_0, F32_, BF16, F16 = range(6)
-"""Kinds of weights, as the kernel's argument."""
-
-ACTIVATION_BYTES = 80
-"""Bytes of a quantised activation group."""
-
-TOP = 32767.0
-"""The largest activation code."""
-
 
 CHAINS = 4
 """Independent integer sums in a tile, at least: fewer would wait for the multiply-add's latency."""
@@ -78,70 +52,22 @@ ROW_BLOCK = 256
 """Rows that pass a panel before the next panel is read: their activations stay in the second-level cache."""
 
 
-# Activations.
-
-
-@op(types.none, ADDRESS, F32, F32, F32)
-def _store_activation_group(e: Emitter, out: Any, first: Any, second: Any, scale: Any) -> None:
-    """Divide 32 numbers by a scale, round to even, write codes, scale, sum and offset."""
-    b, total = e.b, e.constant(INT32, 0)
-    quads = [lane & ~3 | (0, 2, 1, 3)[lane & 3] for lane in range(LANES)]
-    for half, x in enumerate((first, second)):
-        codes = b.fptosi(e.nearest_even(_clamp(e, b.fdiv(x, scale))), I32.llvm)
-        total = b.add(total, codes)
-        ordered = b.shuffle_vector(codes, codes, ir.Constant(I32.llvm, quads))
-        e.store(out, b.trunc(ordered, ir.VectorType(INT16, LANES)), 2 * LANES * half)
-    count = LANES
-    while count > 1:
-        count //= 2
-        total = b.add(e.lanes(total, 0, count), e.lanes(total, count, count))
-    sum_, s = b.extract_element(total, INT32(0)), b.extract_element(scale, INT32(0))
-    e.store(out, s, 64)
-    e.store(out, b.fmul(s, b.sitofp(sum_, FLOAT)), 68)
-    e.store(out, b.mul(sum_, INT32(-8)), 72)
-
-
-def _clamp(e: Emitter, x: Any) -> Any:
-    """To [-32767, 32767]; what is not a number becomes -32767 (its scale is not a number either)."""
-    low, high = e.constant(FLOAT, -TOP), e.constant(FLOAT, TOP)
-    x = e.b.select(e.b.fcmp_ordered(">", x, low), x, low)
-    return e.b.select(e.b.fcmp_ordered("<", x, high), x, high)
-
-
-def quantise_rows(args: int, part: int, parts: int) -> None:
-    """Quantise rows of float32: scale = max |x| / 32767 per group of 32.
-
-    Args: x, its row stride, rows, groups, out, bytes from one group's rows to the next's.
-    """
-    x, stride, rows, groups, out, group_bytes = words(args, 6)
-    zero = splat(0.0)
-    for row in range(rows * part // parts, rows * (part + 1) // parts):
-        source, target = x + row * stride, out + row * ACTIVATION_BYTES
-        for g in range(groups):
-            first, second = load(source + g * 128), load(source + g * 128 + 64)
-            top = max_lanes(maximum(absolute(first), absolute(second)))
-            # 0 for finite numbers, else not a number: so that no fault upstream is rounded away.
-            fault = sum_lanes(fma(first, zero, mul(second, zero)))
-            scale = top / TOP + fault if top > 0.0 else 1.0 + fault
-            _store_activation_group(target + g * group_bytes, first, second, splat(scale))
-
-
 # Register tiles: what one group, or one k, adds to the sums of a few rows.
 
 
 @tile
 def _q4_0_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
-    return _add_group(e, sums, x, stride, codes, scales, _nibbles, offset=True)
+    return _add_group(e, sums, x, stride, codes, scales, _Nibbles, shifted=True)
 
 
 @tile
 def _q4_1_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
-    return _add_group(e, sums, x, stride, codes, scales, _nibbles, minimum=True)
+    return _add_group(e, sums, x, stride, codes, scales, _Nibbles, minimum=True)
 
 
 @tile
 def _q8_0_group(e: Emitter, sums: Any, x: Any, stride: Any, codes: Any, scales: Any) -> Any:
-    return _add_group(e, sums, x, stride, codes, scales, _bytes)
+    return _add_group(e, sums, x, stride, codes, scales, _Bytes, shifted=byte_excess(e.form) > 0)
 
 
 def _add_group(
@@ -151,13 +77,13 @@ def _add_group(
     stride: Any,
     codes: Any,
     scales: Any,
-    unpack: Any,
+    kind: type[_Nibbles | _Bytes],
     *,
-    offset: bool = False,
+    shifted: bool = False,
     minimum: bool = False,
 ) -> Any:
     """Emit one group for every row of a tile; native vectors one after another, so that their sums fit
-    registers.
+    registers. `shifted` codes are too large by what the activations' offset takes off.
     """
     halves = ir.VectorType(INT16, LANES)
     rows = [e.row(x, stride, m) for m in range(len(sums))]
@@ -166,41 +92,77 @@ def _add_group(
     width = LANES // e.form.pieces
     pieces: list[list[Any]] = [[] for _ in rows]
     for first in range(0, LANES, width):
-        zero = e.constant(INT32, 0, width)
-        starts = [e.splat(e.load(row, INT32, 72), width) if offset else zero for row in rows]
-        chains = [[start] + [zero] * (CHAINS // len(rows) - 1) for start in starts]
-        for i, (at, pairs) in enumerate(unpack(e, codes, first, width)):
-            for row, chain in zip(rows, chains, strict=True):
-                own = i % len(chain)
-                chain[own] = add_pairs(e, chain[own], pairs, e.load(row, INT32, at))
-        dots = [functools.reduce(e.b.add, chain) for chain in chains]
-        for m, (row, dot) in enumerate(zip(rows, dots, strict=True)):
-            scale = e.b.fmul(e.lanes(d, first, width), e.splat(e.load(row, FLOAT, 64), width))
+        for m, dot in enumerate(_group_dots(e, rows, kind(e, codes, first, width), shifted=shifted)):
+            scale = e.b.fmul(e.lanes(d, first, width), e.splat(e.load(rows[m], FLOAT, SCALE), width))
             acc = e.fma(e.b.sitofp(dot, scale.type), scale, e.lanes(sums[m], first, width))
             if least is not None:
-                acc = e.fma(e.lanes(least, first, width), e.splat(e.load(row, FLOAT, 68), width), acc)
+                acc = e.fma(e.lanes(least, first, width), e.splat(e.load(rows[m], FLOAT, SUM), width), acc)
             pieces[m].append(acc)
     return [e.concat(p) for p in pieces]
 
 
-def _nibbles(e: Emitter, codes: Any, first: int, width: int) -> Iterator[tuple[int, Any]]:
-    """Pairs of 4-bit codes of outputs `first` to `first + width`, each with its place in a row's group."""
-    lanes = 2 * width
-    mask = e.constant(INT16, 15, lanes)
-    for v in range(4):
-        stored = e.load(codes, ir.VectorType(INT16, lanes), 64 * v + 4 * first)
-        for shift, at in ((0, 0), (8, 4), (4, 8), (12, 12)):
-            moved = e.b.lshr(stored, e.constant(INT16, shift, lanes)) if shift else stored
-            yield 16 * v + at, e.b.and_(moved, mask) if shift < 12 else moved
+def _group_dots(e: Emitter, rows: list[Any], weights: _Nibbles | _Bytes, *, shifted: bool) -> Iterator[Any]:
+    """Each row's dot products with the codes of one group."""
+    dot, b = weights.dot, e.b
+    chains = [[dot.zero()] * max(1, CHAINS // len(rows)) for _ in rows]
+    for i, quads in enumerate(weights.quads()):
+        for row, chain in zip(rows, chains, strict=True):
+            own = i % len(chain)
+            chain[own] = dot.add(chain[own], quads, e.load(row, INT32, 4 * i))
+    for row, chain in zip(rows, chains, strict=True):
+        total = dot.total(functools.reduce(b.add, chain))
+        total = dot.add_pair(total, weights.of_outliers(row), e.load(row, INT32, OUTLIERS))
+        if shifted:
+            total = b.add(total, e.splat(e.load(row, INT32, OFFSET), weights.width))
+        yield total
 
 
-def _bytes(e: Emitter, codes: Any, first: int, width: int) -> Iterator[tuple[int, Any]]:
+class _Nibbles:
+    """4-bit codes of a group, of outputs `first` to `first + width`."""
+
+    signed, code_mask = False, 15
+
+    def __init__(self, e: Emitter, codes: Any, first: int, width: int) -> None:
+        self.e, self._codes, self._first, self.width = e, codes, first, width
+        self.dot = ByteDot(e, width, signed=self.signed)
+
+    def quads(self) -> Iterator[Any]:
+        """Four codes of each output after the other."""
+        lanes = 4 * self.width
+        for v in range(4):
+            stored = self.stored(INT64(64 * v))
+            yield self.e.b.and_(stored, self.e.constant(INT8, 15, lanes))
+            yield self.e.b.lshr(stored, self.e.constant(INT8, 4, lanes))
+
+    def of_outliers(self, row: Any) -> Any:
+        """Two of each output, as int16: those that a row's outliers are multiplied with."""
+        e, b, kind = self.e, self.e.b, ir.VectorType(INT32, self.width)
+        found = []
+        for place, turn, half in zip(PLACES, TURNS, (0, 16), strict=True):
+            vector = b.bitcast(self.stored(b.sext(e.load(row, INT32, place), INT64)), kind)
+            turned = e.rotate(vector, e.load(row, INT32, turn))
+            found.append(b.and_(turned, e.constant(INT32, self.code_mask << half, self.width)))
+        return self.dot.widened(b.bitcast(b.or_(*found), ir.VectorType(INT16, 2 * self.width)))
+
+    def stored(self, place: Any) -> Any:
+        """The vector at a place, as it is."""
+        kind = ir.VectorType(INT8, 4 * self.width)
+        return self.e.load(self.e.b.add(self._codes, place), kind, 4 * self._first)
+
+
+class _Bytes(_Nibbles):
     """The same of 8-bit codes."""
-    eight = e.constant(INT16, 8, 2 * width)
-    for v in range(8):
-        stored = e.load(codes, ir.VectorType(INT16, 2 * width), 64 * v + 4 * first)
-        yield 8 * v, e.b.ashr(e.b.shl(stored, eight), eight)
-        yield 8 * v + 4, e.b.ashr(stored, eight)
+
+    signed, code_mask = True, 255
+
+    def quads(self) -> Iterator[Any]:
+        """Four codes of each output after the other."""
+        for v in range(8):
+            yield self.stored(INT64(64 * v))
+
+    def stored(self, place: Any) -> Any:
+        """The vector at a place, as its form multiplies it."""
+        return self.dot.codes(super().stored(place))
 
 
 @tile
@@ -341,10 +303,3 @@ def linear(args: int, part: int, parts: int) -> None:
             row += len(tallest)
             source, target = source + len(tallest) * row_bytes, target + len(tallest) * out_stride
         _last_rows(end - row, weights, source, step, panel, own_bias, target, out_stride, count)
-
-
-def group_bytes(rows: int) -> int:
-    """Bytes from one group's rows to the next's; a cache line more, lest they all fall on the same cache
-    sets.
-    """
-    return rows * ACTIVATION_BYTES + 64

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 
 from .forms import INT8, INT16, INT32, INT64, Emitter
-from .linear import F16, F32_, Q4_0, Q4_1, Q8_0
+from .kinds import F16, F32_, Q4_0, Q4_1, Q8_0
 from .vector import ADDRESS, compiled, copy_u32, op, read, read_f16, read_i64, words, write
 
 

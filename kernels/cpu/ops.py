@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base import AnyPast, AnyWeight, Observed, Past, SampleRows, Slots, in_fold_order
 from ..codes import rotation_size
 from ..layout import BLOCK_TOKENS, FULL, BlockLayout, CacheFormat
-from . import attention, linear, lookup, mass, pack, quantised, rowwise, sample, states
+from . import activations, attention, linear, lookup, mass, pack, quantised, rowwise, sample, states
 from . import cache as cache_kernels
 from . import present as packed_present
 from .forms import host_form
@@ -30,8 +30,8 @@ _ELEMENT_KINDS = {
 }
 
 _TAPES = {
-    "linear_few": (Stage(linear.quantise_rows, False), Stage(linear.linear)),
-    "linear": (Stage(linear.quantise_rows), Stage(linear.linear)),
+    "linear_few": (Stage(activations.quantise_rows, False), Stage(linear.linear)),
+    "linear": (Stage(activations.quantise_rows), Stage(linear.linear)),
     "dense": (Stage(linear.linear),),
     "embed": (Stage(lookup.embed),),
     "embed_few": (Stage(lookup.embed, False),),
@@ -147,7 +147,7 @@ class CpuOps:
             if not part.grouped:
                 self._run(self._at["dense"], source, stride, rows, part.width, 0, 0, *tail)
                 continue
-            group_bytes = linear.group_bytes(rows)
+            group_bytes = activations.group_bytes(rows)
             quantised = self._empty(part.width * group_bytes, dtype=torch.uint8)
             tape = self._at["linear_few" if rows <= FEW_ROWS else "linear"]
             self._run(tape, source, stride, rows, part.width, quantised.data_ptr(), group_bytes, *tail)

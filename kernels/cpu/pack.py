@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..base import AnyWeight
 from ..weights import GroupWeight, concat
-from . import linear
+from . import kinds
 from .forms import LANES
 
-_GROUP_KINDS = {"q4_0": linear.Q4_0, "q4_1": linear.Q4_1, "q8_0": linear.Q8_0}
-_DENSE_KINDS = {torch.float32: linear.F32_, torch.bfloat16: linear.BF16, torch.float16: linear.F16}
+_GROUP_KINDS = {"q4_0": kinds.Q4_0, "q4_1": kinds.Q4_1, "q8_0": kinds.Q8_0}
+_DENSE_KINDS = {torch.float32: kinds.F32_, torch.bfloat16: kinds.BF16, torch.float16: kinds.F16}
 
 
 class PackedWeight(Struct, frozen=True, kw_only=True):

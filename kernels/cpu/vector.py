@@ -322,7 +322,7 @@ def first_lane(e: Emitter, x: Any) -> Any:
 @op(types.float32, F32)
 def sum_lanes(e: Emitter, x: Any) -> Any:
     """The sum of 16 lanes: halves are added until one is left."""
-    return _halve(e, x, e.b.fadd)
+    return sum_of_lanes(e, x, e.b.fadd)
 
 
 @op(types.float32, F32)
@@ -335,6 +335,11 @@ def min_lanes(e: Emitter, x: Any) -> Any:
 def max_lanes(e: Emitter, x: Any) -> Any:
     """The largest lane."""
     return _halve(e, x, lambda a, b: e.b.select(e.b.fcmp_ordered(">", a, b), a, b))
+
+
+def sum_of_lanes(e: Emitter, x: Any, add_up: Code) -> Any:
+    """Emit the sum of 16 lanes."""
+    return _halve(e, x, add_up)
 
 
 def _halve(e: Emitter, x: Any, combine: Code) -> Any:
