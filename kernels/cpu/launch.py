@@ -36,10 +36,14 @@ Progress = Callable[[str, int, int], None]
 
 
 class Stage(Struct, frozen=True):
-    """One kernel of a tape: on all threads, or on the caller's alone when the work is too small to share."""
+    """One kernel of a tape: on all threads, or on the caller's alone when the work is too small to share.
+
+    With several `pieces` for each thread, one that is late or slower takes fewer of them.
+    """
 
     kernel: Kernel
     shared: bool = True
+    pieces: int = 1
 
 
 @compiled
@@ -50,13 +54,14 @@ def real(args: int) -> float:
 
 @compiled
 def _run_tape(tape: int, job: int, parts: int, args: int) -> None:
-    """Run a tape of (kernel, shared) pairs that a 0 ends."""
+    """Run a tape of (kernel, pieces for each thread or 0 for the caller alone) that a 0 ends."""
     while True:
         kernel = read_i64(tape)
         if kernel == 0:
             break
-        if parts > 1 and read_i64(tape + 8) != 0:
-            share(job, kernel, args, parts)
+        pieces = read_i64(tape + 8)
+        if parts > 1 and pieces != 0:
+            share(job, kernel, args, parts * pieces)
         else:
             call(kernel, args, 0, 1)
         tape += 16
@@ -166,7 +171,7 @@ class Launcher:
 
     def tape(self, stages: Sequence[Stage]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The stages as `run` reads them; keep the array as long as its address is used."""
-        words = [word for s in stages for word in (self._addresses[s.kernel], int(s.shared))]
+        words = [word for s in stages for word in (self._addresses[s.kernel], s.pieces if s.shared else 0)]
         return np.array([*words, 0], dtype=np.int64)
 
     def run(self, tape: int, *args: int, value: float = 0.0) -> None:
@@ -187,7 +192,7 @@ class Launcher:
         return self._jit(signature)(_run)
 
     def _compile_worker(self) -> Any:
-        return self._jit(types.none(types.int64, types.int64, types.int64))(attend_pool)
+        return self._jit(types.none(types.int64, types.int64))(attend_pool)
 
     def _jit(self, signature: Any) -> Any:
         return njit(signature, nogil=True, error_model="numpy", cache=self._cache_dir is not None)

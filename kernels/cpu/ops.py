@@ -23,6 +23,9 @@ from .program import LaunchesOnly, NotLaunches, Program, Workspace
 FEW_ROWS = 4
 """Up to here a row-wise op is done before another thread has woken."""
 
+LINEAR_PIECES = 4
+"""Pieces of a linear layer's panels for each thread: one has some tens of microseconds at 8 rows."""
+
 _ELEMENT_KINDS = {
     torch.float32: packed_present.F32_,
     torch.bfloat16: packed_present.BF16,
@@ -31,8 +34,8 @@ _ELEMENT_KINDS = {
 
 _TAPES = {
     "linear_few": (Stage(activations.quantise_rows, False), Stage(linear.linear)),
-    "linear": (Stage(activations.quantise_rows), Stage(linear.linear)),
-    "dense": (Stage(linear.linear),),
+    "linear": (Stage(activations.quantise_rows), Stage(linear.linear, pieces=LINEAR_PIECES)),
+    "dense": (Stage(linear.linear, pieces=LINEAR_PIECES),),
     "embed": (Stage(lookup.embed),),
     "embed_few": (Stage(lookup.embed, False),),
     "take": (Stage(lookup.take, False),),

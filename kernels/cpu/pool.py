@@ -28,7 +28,7 @@ BUSY_SPINS = 500
 IDLE_SPINS = 10_000
 """Looks without work before a worker parks: some ms, more than passes between two steps of an engine."""
 
-KERNEL, ARGS, NEXT, DONE, CLOSED = 0, 8, 64, 128, 192
+KERNEL, ARGS, PARTS, LEFT, UNDONE, CLOSED = 0, 8, 16, 64, 128, 192
 """Offsets into a pool's shared words; those that threads write are on cache lines of their own."""
 
 JOB_BYTES = 256
@@ -59,8 +59,8 @@ def _publish(e: Emitter, address: Any, value: Any) -> None:
 
 @op(types.int64, ADDRESS)
 def _take(e: Emitter, address: Any) -> Any:
-    """Add 1 to a word; its value before."""
-    return e.b.atomic_rmw("add", _word(e, address), INT64(1), "acq_rel")
+    """Take 1 from a word; its value before."""
+    return e.b.atomic_rmw("sub", _word(e, address), INT64(1), "acq_rel")
 
 
 @op(types.none)
@@ -84,15 +84,18 @@ def _pass_time(spins: int) -> None:
 
 
 @compiled
-def _work(job: int, parts: int) -> None:
-    """Take parts of the published kernel until none is left."""
+def _work(job: int) -> None:
+    """Take parts of the published kernel, the last first, until none is left.
+
+    The number that is left says whether one was taken, whenever: what else is published may change meanwhile.
+    """
     while True:
-        part = _take(job + NEXT)
-        if part >= parts:
+        left = _take(job + LEFT)
+        if left <= 0:
             return
         # What is published can change only when all parts are done, this one included.
-        call(read_i64(job + KERNEL), read_i64(job + ARGS), part, parts)
-        _take(job + DONE)
+        call(read_i64(job + KERNEL), read_i64(job + ARGS), left - 1, read_i64(job + PARTS))
+        _take(job + UNDONE)
 
 
 @compiled
@@ -100,21 +103,22 @@ def share(job: int, kernel: int, args: int, parts: int) -> None:
     """Run a kernel's parts, together with whoever is awake."""
     write_i64(job + KERNEL, kernel)
     write_i64(job + ARGS, args)
-    write_i64(job + DONE, 0)
-    _publish(job + NEXT, 0)
-    _work(job, parts)
+    write_i64(job + PARTS, parts)
+    write_i64(job + UNDONE, parts)
+    _publish(job + LEFT, parts)
+    _work(job)
     spins = 0
-    while _look(job + DONE) < parts:
+    while _look(job + UNDONE) > 0:
         _pass_time(spins)
         spins += 1
 
 
-def attend_pool(job: int, parts: int, idle_spins: int) -> None:
+def attend_pool(job: int, idle_spins: int) -> None:
     """A worker's life until it parks: see whether there is work, do it, look again."""
     spins = 0
     while spins < idle_spins and _look(job + CLOSED) == 0:
-        if _look(job + NEXT) < parts:
-            _work(job, parts)
+        if _look(job + LEFT) > 0:
+            _work(job)
             spins = 0
         _pass_time(spins)
         spins += 1
@@ -129,13 +133,12 @@ class Pool:
         self._words = np.zeros(JOB_BYTES // 8 + 8, dtype=np.int64)
         self.job = (int(self._words.ctypes.data) + 63) // 64 * 64
         self._at = self.job - int(self._words.ctypes.data)
-        self._words[(self._at + NEXT) // 8] = num_threads
         self._parked = [False] * (num_threads - 1)
         self._wake = [threading.Event() for _ in self._parked]
         for index, wake in enumerate(self._wake):
             thread = threading.Thread(
                 target=_serve,
-                args=(self._words, self.job, num_threads, worker, self._parked, index, wake),
+                args=(self._words, self.job, worker, self._parked, index, wake),
                 name=f"kernel-worker-{index + 1}",
                 daemon=True,
             )
@@ -150,12 +153,10 @@ class Pool:
                 self._wake[index].set()
 
 
-def _serve(
-    words: Any, job: int, parts: int, worker: Any, parked: list[bool], index: int, wake: threading.Event
-) -> None:
+def _serve(words: Any, job: int, worker: Any, parked: list[bool], index: int, wake: threading.Event) -> None:
     closed = (job - int(words.ctypes.data) + CLOSED) // 8
     while not words[closed]:
-        worker(job, parts, IDLE_SPINS)
+        worker(job, IDLE_SPINS)
         wake.clear()
         parked[index] = True
         if not words[closed]:
