@@ -75,16 +75,24 @@ class Model:
         residual = ops.embed(token_ids, self._embedding)
         x = ops.rms_norm(residual, self._first_norm, eps)
         for i, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, x, rope)
-            attended = ops.linear(attend(i, q, k, v).flatten(1), layer.o)
-            x = ops.add_rms_norm(residual, attended, layer.mlp_norm, eps)
-            fed = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
-            x = ops.add_rms_norm(residual, fed, layer.next_norm, eps)
+            # No name holds what is added: a long prompt's rows take memory as long as they are held.
+            x = ops.add_rms_norm(residual, self._attended(i, layer, x, rope, attend), layer.mlp_norm, eps)
+            x = ops.add_rms_norm(residual, self._fed(layer, x), layer.next_norm, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of hidden states `[R, hidden]` -> `[R, vocab]` in their dtype."""
         return self._ops.linear(hidden, self._head)
+
+    def _attended(
+        self, index: int, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        q, k, v = self._qkv(layer, x, rope)
+        return self._ops.linear(attend(index, q, k, v).flatten(1), layer.o)
+
+    def _fed(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        ops = self._ops
+        return ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
 
     def _qkv(
         self, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor]

@@ -22,7 +22,7 @@ from .engine import Engine
 from .first_come import FirstComeScheduler
 from .limits import available_memory_bytes, cpu_count
 from .prepare import LoadedModel, load_model
-from .process_memory import give_back_freed_memory
+from .process_memory import give_back_freed_memory, let_go_of_library_pages
 from .promise_scheduler import PromiseScheduler
 from .scheduler import MakeScheduler
 from .settings import EngineSettings
@@ -107,6 +107,7 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
         draft = _load(options.draft_model, options, ops, progress)
         check_vocabularies(loaded.tokenizer, draft.tokenizer, options.model.name, options.draft_model.name)
     give_back_freed_memory()
+    let_go_of_library_pages()
     loaded_s = time.monotonic()
     if loaded_s - begun_s > SLOW_START_S:
         progress(

@@ -200,6 +200,8 @@ class Launcher:
     def _compile(self, kernel: Kernel) -> int:
         signature = types.void(ADDRESS, types.int64, types.int64)
         compiled = cfunc(signature, error_model="numpy", cache=self._cache_dir is not None)(kernel)
+        # numba keeps its bitcode, 0.7 MB of each kernel, for other kernels to inline; these are called.
+        compiled._library._shared_module = None
         self._compiled.append(compiled)
         return int(compiled.address)
 
