@@ -250,7 +250,7 @@ def test_the_whole_comparison_on_stand_ins(
     # A token each 5 ms or more.
     assert 0 < ours["values"]["streams_1"] <= 200
     assert ours["values"]["streams_1"] < ours["values"]["streams_32"] <= 32 * 200
-    assert 0 < theirs["values"]["after_past"] <= 250
+    assert min(*ours["values"].values(), *theirs["values"].values()) > 0
     assert ours["ready_s"] > 0
     assert str(tmp_path) not in json.dumps(stored)
     assert "llama.cpp" in (tmp_path / "out" / "peers.svg").read_text()
