@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -20,7 +20,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from .client import HttpClient
-from .errors import BenchError, RequestFailed
+from .errors import BadArgument, BenchError, RequestFailed
 
 READY_POLL_S = 0.1
 START_LIMIT_S = 900.0
@@ -54,6 +54,13 @@ class ServerJob:
     cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
     surefoot: Annotated[Path | None, Parameter(help="The command to start [the installed one]")] = None
     log: Annotated[Path | None, Parameter(help="Keep the servers' logs in this file")] = None
+
+    def check_counts(self) -> None:
+        """`BadArgument` if there is to be less than one of something."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and value < 1 and field.name != "seed":
+                raise BadArgument(f"--{field.name.replace('_', '-')} {value}: expected 1 or more")
 
     def model_file(self) -> Path:
         """The file to serve. `BenchError` if it is not there."""

@@ -256,6 +256,16 @@ def test_a_model_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFi
     assert "none.gguf" in capsys.readouterr().err
 
 
+def test_what_is_asked_in_vain_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No rounds, or a file that could not be written, end the job before a server is started."""
+    (model := tmp_path / "m.gguf").touch()
+    asked = ["--model", str(model), "--surefoot", str(tmp_path / "none")]
+    assert run([*asked, "--rounds", "0"]) == 2
+    assert "--rounds 0: expected 1 or more" in capsys.readouterr().err
+    assert run([*asked, "--output", str(tmp_path / "none" / "x.json")]) == 2
+    assert "no file can be written there" in capsys.readouterr().err
+
+
 def test_q_and_k_are_put_back_in_order() -> None:
     """Rows that the GGUF converter moved from halves to pairs go back to halves."""
     from surefoot.bench.peer_transformers import unpermute

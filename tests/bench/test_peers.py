@@ -266,6 +266,18 @@ def test_without_llama_cpp_the_others_are_measured(
     assert "one stream, tok/s" in out
 
 
+def test_what_is_asked_in_vain_is_not_measured(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """No rounds, or a folder that cannot be made, end the comparison before a server is started."""
+    model = next(each.removeprefix("--model=") for each in tiny if each.startswith("--model="))
+    for wrong, said in (
+        ("--rounds=0", "--rounds 0: expected 1 or more"),
+        (f"--folder={model}", "File exists"),
+    ):
+        assert run([*tiny[1:], wrong]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, said in printed.err, "first start" in printed.err) == ("", True, False)
+
+
 def test_a_vllm_that_cannot_start_is_left_out(tiny: list[str], tmp_path: Path) -> None:
     """vLLM may fail; the reason is kept and the others go on. A failing llama.cpp ends the measurement."""
     venv = tmp_path / "venv"
