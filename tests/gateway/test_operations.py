@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -503,8 +503,11 @@ def test_an_idle_server_ends_at_once(number: signal.Signals) -> None:
 
 def test_a_second_sigint_leaves_at_once() -> None:
     """Ctrl-C twice does not wait for the stuck stream."""
-    with server_process(gated=True, drain_s=600) as process, httpx.Client(timeout=60) as client:
-        begin_stream(client, url_of(process))
+    with (
+        server_process(gated=True, drain_s=600) as process,
+        httpx.Client(timeout=60) as client,
+        closing(begin_stream(client, url_of(process))),
+    ):
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert any("server.stopping" in line for line in process.stderr)
