@@ -11,6 +11,7 @@ import msgspec
 
 from .errors import BenchError
 from .loop import run_async
+from .results import check_storable
 
 EXIT_MISSED = 1
 EXIT_FAILED = 2
@@ -46,6 +47,8 @@ def run_job(
     The exit status is 0 if every bar is kept, 1 if one is missed, 2 if the measurement failed.
     """
     try:
+        if output is not None:
+            check_storable(output)
         result = run_async(measure(lambda text: say(f"{text} ...\n")))
         rows = rows_of(result)
         sys.stdout.write(text_of(result, rows))

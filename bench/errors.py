@@ -1,7 +1,7 @@
 """What can go wrong.
 
-BenchError                the run cannot start or go on: no server, a bad argument, a prompt file of no use
-└─ BadArgument            an argument's text cannot be read
+BenchError                the run cannot start or go on: no server, one that takes nothing, a bad argument
+└─ BadArgument            an argument is of no use: its text, or the file that it names
 RequestFailed             one request failed; the run goes on and counts it by `kind`
 ├─ ConnectFailed          no connection
 ├─ Disconnected           the connection ended before the answer did
@@ -19,7 +19,7 @@ class BenchError(Exception):
 
 
 class BadArgument(BenchError, ValueError):
-    """An argument's text cannot be read."""
+    """An argument is of no use: its text, or the file that it names."""
 
 
 class RequestFailed(Exception):

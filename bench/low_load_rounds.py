@@ -137,10 +137,11 @@ class Caller:
 
 async def measure(job: LowLoadJob, say: Callable[[str], None]) -> LowLoadResult:
     """Start both servers and ask them in turn. `BenchError` if it cannot be measured."""
-    if not (job.rounds >= 1 and job.requests >= len(TIERS) and 0 < job.load < 1):
+    job.check_counts()
+    if not (job.requests >= len(TIERS) and 0 < job.load < 1):
         raise BenchError(
-            f"{job.rounds} rounds of {job.requests} requests at a load of {job.load:g}: expected a round or"
-            f" more, {len(TIERS)} requests or more, and a load between 0 and 1"
+            f"{job.requests} requests at a load of {job.load:g}: expected {len(TIERS)} requests or more, and"
+            " a load between 0 and 1"
         )
     model = job.model_file()
     with TemporaryDirectory() as folder:

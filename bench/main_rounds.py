@@ -84,6 +84,7 @@ class JobResult(Struct, frozen=True, kw_only=True):
 
 async def measure(job: Job, say: Callable[[str], None]) -> JobResult:
     """All rounds. The order within a round turns, so that nobody always finds the machine warm."""
+    job.check_counts()
     with TemporaryDirectory() as folder:
         files = Files(model=job.model_file(), log=job.log or Path(folder) / "server.log")
         return await _measure(job, files, say)

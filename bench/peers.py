@@ -63,11 +63,12 @@ def main(*, job: PeersJob = DEFAULT_JOB) -> int:
     which the bars are held against, is not installed.
     """
     try:
+        if job.folder is not None:
+            job.folder.mkdir(parents=True, exist_ok=True)
         result = run_async(measure_peers(job, lambda text: say(f"{text} ...\n")))
         compared = compare_peers(result)
         sys.stdout.write(text_of(result, compared))
         if job.folder is not None:
-            job.folder.mkdir(parents=True, exist_ok=True)
             (job.folder / "peers.json").write_bytes(msgspec.json.encode(result) + b"\n")
             (job.folder / "peers.svg").write_text(plot_of(result, compared), encoding="utf-8")
     except (BenchError, OSError) as error:

@@ -80,6 +80,7 @@ class Files(Struct, frozen=True, kw_only=True):
 
 async def measure_peers(job: PeersJob, say: Callable[[str], None]) -> PeersResult:
     """All rounds. The order within a round turns, so that nobody always finds the machine warm."""
+    job.check_counts()
     with TemporaryDirectory() as name:
         folder = Path(name)
         files = Files(model=job.model_file(), log=job.log or folder / "servers.log", folder=folder)

@@ -94,6 +94,7 @@ class Asker:
 
 async def measure(job: PrefixJob, say: Callable[[str], None]) -> PrefixResult:
     """Start the server and ask. `BenchError` if it cannot be measured."""
+    job.check_counts()
     model = job.model_file()
     with TemporaryDirectory() as name:
         folder = Path(name)

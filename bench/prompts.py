@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from .errors import BenchError
+from .errors import BadArgument, BenchError
 from .lengths import Length
 from .words import sentence
 
@@ -22,11 +22,10 @@ class Prompt(Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
 
     def body(self, chat: bool) -> dict[str, Any]:
-        """Its part of a request's body. `BenchError` for a conversation that must go to the text endpoint."""
+        """Its part of a request's body. The text endpoint takes texts alone."""
         if chat:
             return {"messages": self.messages or [{"role": "user", "content": self.text}]}
-        if self.text is None:
-            raise BenchError("the prompt file has conversations, which only the chat endpoint takes")
+        assert self.text is not None
         return {"prompt": self.text}
 
 
@@ -85,15 +84,18 @@ class GivenPrompts:
         return self._prompts[index % len(self._prompts)]
 
 
-def read_prompts(file: Path) -> GivenPrompts:
+def read_prompts(file: Path, *, chat: bool = True) -> GivenPrompts:
     """Read a file: with the ending .jsonl a JSON value per line, else plain text, a prompt per line.
 
     A JSON value is a text, or an object with `prompt` (text) or `messages`, and, if wanted, `max_tokens`.
+    `BadArgument` if there is no such file, or if a line is of no use to the endpoint.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"the prompt file {file} cannot be read: {error}") from error
+    except OSError as error:
+        raise BadArgument(f"--prompts {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadArgument(f"--prompts {file} is not UTF-8: byte {error.start}") from error
     read = _json_prompt if file.suffix == ".jsonl" else _text_prompt
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -101,9 +103,13 @@ def read_prompts(file: Path) -> GivenPrompts:
             try:
                 prompts.append(read(line))
             except msgspec.MsgspecError as error:
-                raise BenchError(f"{file}, line {number}: {error}") from error
+                raise BadArgument(f"--prompts {file}, line {number}: {error}") from error
+            if prompts[-1].messages and not chat:
+                raise BadArgument(
+                    f"--prompts {file}, line {number}: a conversation, which only the chat endpoint takes"
+                )
     if not prompts:
-        raise BenchError(f"the prompt file {file} has no prompts")
+        raise BadArgument(f"--prompts {file} has no prompts")
     return GivenPrompts(prompts)
 
 

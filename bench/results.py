@@ -58,11 +58,13 @@ def store(result: BenchResult, file: Path) -> None:
 
 
 def load(file: Path) -> BenchResult:
-    """Read a stored result. `BenchError` if it is none, or of another schema."""
+    """Read a stored result. `BadArgument` if it is none, or of another schema."""
     try:
         result = msgspec.json.decode(file.read_bytes(), type=BenchResult)
-    except (OSError, msgspec.DecodeError) as error:
-        raise BenchError(f"{file} is not a result of `surefoot bench`: {error}") from error
+    except OSError as error:
+        raise BadArgument(f"{file} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise BadArgument(f"{file} is not a result of `surefoot bench`: {error}") from error
     if result.schema != SCHEMA:
-        raise BenchError(f"{file} has the schema {result.schema!r}, and {SCHEMA!r} is what can be read")
+        raise BadArgument(f"{file} has the schema {result.schema!r}, and {SCHEMA!r} is what can be read")
     return result

@@ -36,11 +36,12 @@ async def unseen(progress: Progress) -> AsyncIterator[None]:
 
 async def run_bench(settings: BenchSettings, view: View) -> BenchResult:
     """Get to know the server, warm it up, load it, sum up. `BenchError` if there is nothing to measure."""
+    given = read_prompts(settings.prompts, chat=settings.endpoint == "chat") if settings.prompts else None
     async with HttpClient(settings.url, settings.headers) as client:
         server = await read_server(client, settings)
         target = await meet(client, settings, server)
-        calibration = None if settings.prompts else await learn_lengths(client, settings, target)
-        prompts = _prompts(settings, calibration)
+        calibration = None if given else await learn_lengths(client, settings, target)
+        prompts = given or _synthetic(settings, calibration)
         await _warm_up(client, settings, target, prompts)
         date = datetime.now(UTC).isoformat(timespec="seconds")
         progress = Progress()
@@ -63,9 +64,7 @@ async def run_bench(settings: BenchSettings, view: View) -> BenchResult:
     )
 
 
-def _prompts(settings: BenchSettings, calibration: Calibration | None) -> Prompts:
-    if settings.prompts is not None:
-        return read_prompts(settings.prompts)
+def _synthetic(settings: BenchSettings, calibration: Calibration | None) -> SyntheticPrompts:
     assert calibration is not None
     return SyntheticPrompts(settings.prompt_tokens, settings.seed, calibration)
 

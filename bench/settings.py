@@ -14,6 +14,16 @@ from .lengths import Length
 
 Endpoint = Literal["chat", "completions"]
 
+ABOVE_0 = {
+    "concurrency": "--concurrency",
+    "num_requests": "--requests",
+    "duration_s": "--duration",
+    "timeout_s": "--timeout",
+    "max_ttft_s": "--ttft",
+    "max_tpot_s": "--tpot",
+}
+"""Settings that are above 0, by what they are called on a command line."""
+
 OWN_FIELDS = frozenset({"model", "messages", "prompt", "stream"})
 """What the generator writes into every body, so that `extra` may not."""
 
@@ -48,13 +58,13 @@ class BenchSettings(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.num_requests is None and self.duration_s is None:
             raise BadArgument("a run needs an end: a number of requests or a duration")
-        for name in ("concurrency", "num_requests", "duration_s", "timeout_s", "max_ttft_s", "max_tpot_s"):
+        for name, flag in ABOVE_0.items():
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise BadArgument(f"{name} must be above 0, got {value}")
+                raise BadArgument(f"{flag} {value}: expected a number above 0")
         if self.num_warmup < 0:
-            raise BadArgument(f"num_warmup must be 0 or more, got {self.num_warmup}")
+            raise BadArgument(f"--warmup {self.num_warmup}: expected 0 or more")
         if taken := sorted(OWN_FIELDS & self.extra.keys()):
-            raise BadArgument(f"extra: {', '.join(taken)} is written by the generator itself")
+            raise BadArgument(f"--extra: {', '.join(taken)} is written by the generator itself")
 
     @property
     def path(self) -> str:

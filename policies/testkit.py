@@ -134,7 +134,7 @@ def count_calls(work: Callable[[], object]) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No collection of garbage, whose finalizers would be calls of whatever happened to run."""
+    """No collection of garbage, whose finalizers do anything in the midst of whatever happens to run."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -146,7 +146,7 @@ def _uncollected() -> Iterator[None]:
 
 def _check_one(policy: Policy, observation: Observation) -> Decision:
     before = msgspec.json.encode(observation)
-    with _watched(observation):
+    with _uncollected(), _watched(observation):
         decision = policy.decide(observation)
     _require(msgspec.json.encode(observation) == before, "changed the observation", observation)
     _require(isinstance(decision, Decision), f"returned {decision!r}, which is no Decision", observation)

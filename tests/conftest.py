@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import structlog
+import torch
 from filelock import FileLock
 
 from surefoot.backends.catalog import locate_model
@@ -16,6 +19,37 @@ from surefoot.backends.engine.start import EngineOptions, load_parts
 from surefoot.kernels.select import select_ops
 
 from .server_process import ServerProcess
+
+
+def pytest_configure() -> None:
+    """How long an example or its making takes is no fact of the product. Nothing else of the profile changes,
+    which is another one in CI.
+    """
+    hypothesis.settings.register_profile(
+        "any-speed",
+        parent=hypothesis.settings(),
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("any-speed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_environment() -> Iterator[None]:
+    """Everything runs on this machine's CPU and as nobody has set it: without GPUs, proxies and settings of a
+    server, on a wide terminal without colours. torch has one thread: several that meet at barriers take many
+    times as long where other tests have the cores.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [*os.environ]:
+            if name.startswith("SUREFOOT_") or name.lower().endswith("_proxy") or name == "FORCE_COLOR":
+                patch.delenv(name)
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            patch.setenv(name, "")
+        patch.setenv("COLUMNS", "200")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from typing import Self
 
 import httpx
 
-START_LIMIT_S = 300
+START_LIMIT_S = 900
 """A first start prepares weights and compiles kernels, perhaps beside other tests."""
 
 

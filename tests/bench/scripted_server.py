@@ -76,6 +76,15 @@ class Call:
 Script = Callable[[Call], Awaitable[None]]
 
 
+def let_pass(seconds: float) -> None:
+    """Put the running loop's clock forward: what waits for so long waits no longer, after it has read what is
+    there. The loop is the test's own.
+    """
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]  # a clock that can be told
+
+
 @dataclass
 class ScriptedServer:
     """Where it listens, and what it was asked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from surefoot.bench.cli import build_bench_app, main, parse_seconds
-from surefoot.bench.errors import BadArgument, BenchError
+from surefoot.bench.cli import EXIT_USAGE, Flags, build_bench_app, main, parse_seconds
+from surefoot.bench.errors import BadArgument
+from surefoot.bench.latencies import Latencies
+from surefoot.bench.metrics import Distribution, Summary
+from surefoot.bench.records import RequestRecord
 from surefoot.bench.results import BenchResult, load
 
 from .scripted_server import scripted
@@ -76,38 +80,63 @@ def test_comparing_two_results(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "concurrency: 1 / 2" in capsys.readouterr().out
 
 
-def test_files_that_are_no_results(tmp_path: Path) -> None:
-    """What is not a result, or is one of another schema, is refused by name."""
-    file = tmp_path / "x.json"
-    file.write_text("{}")
-    with pytest.raises(BenchError, match=r"x\.json"):
-        load(file)
-    assert main(["compare", str(file), str(tmp_path / "none.json")]) == 1
+def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is not there, no result, or one of another schema is refused by name, as other arguments are."""
+    good, other, empty, none = (tmp_path / name for name in ("good", "other", "empty", "none"))
+    assert bench("--requests=1", "--quiet", f"--output={good}") == 0
+    other.write_text(good.read_text().replace('"surefoot.bench/1"', '"surefoot.bench/9"'))
+    empty.write_text("{}")
+    capsys.readouterr()
+    for file, said in (
+        (none, "none cannot be read: No such file or directory"),
+        (empty, "empty is not a result of `surefoot bench`: Object missing required field"),
+        (other, "other has the schema 'surefoot.bench/9', and 'surefoot.bench/1' is what can be read"),
+    ):
+        assert main(["compare", str(good), str(file)]) == EXIT_USAGE
+        printed = capsys.readouterr()
+        assert (printed.out, said in printed.err) == ("", True)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "said"),
     [
-        ["--rate=2", "--concurrency=2"],
-        ["--rate=fast"],
-        ["--prompt-tokens=0"],
-        ["--extra=[1]"],
-        ['--extra={"model": "x"}'],
-        ["--duration=-1s"],
-        ["--requests=0"],
-        ["--url=localhost:8000"],
-        ["--output=/no/such/folder/x.json"],
-        ["--output=/"],
-        ["--nonsense"],
+        (["--rate=2", "--concurrency=2"], "--concurrency (a closed loop) and --rate (an open one)"),
+        (["--rate=fast"], "fast"),
+        (["--prompt-tokens=0"], "length"),
+        (["--extra=[1]"], "--extra [1]: expected a JSON object"),
+        (['--extra={"model": "x"}'], "--extra: model is written by the generator itself"),
+        (["--duration=-1s"], "--duration -1s: expected a time above 0"),
+        (["--requests=0"], "--requests 0: expected a number above 0"),
+        (["--concurrency=0"], "--concurrency 0: expected a number above 0"),
+        (["--warmup=-1"], "--warmup -1: expected 0 or more"),
+        (["--url=localhost:8000"], "expected http://host:port"),
+        (
+            ["--output=/no/such/folder/x.json"],
+            "--output /no/such/folder/x.json: no file can be written there",
+        ),
+        (["--output=/"], "--output /: no file"),
+        (["--prompts=/no/such.jsonl"], "--prompts /no/such.jsonl cannot be read: No such file"),
+        (["--nonsense"], "--nonsense"),
+        (["left", "over"], "left"),
+        (["compare", "one.json"], "requires an argument"),
     ],
 )
 def test_arguments_of_no_use_end_with_status_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A bad argument is explained on stderr, and nothing is sent."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out + captured.err != ""
+    assert main(arguments) == EXIT_USAGE
+    printed = capsys.readouterr()
+    assert (printed.out, said in printed.err) == ("", True)
+
+
+def test_every_flag_and_stored_field_is_documented() -> None:
+    """docs/benchmarking.md names what may be asked for, and what a stored result has of it."""
+    page = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text(encoding="utf-8")
+    names = {f"`--{flag.name.replace('_', '-')}" for flag in dataclasses.fields(Flags)}
+    for stored in (BenchResult, Summary, RequestRecord, Distribution, Latencies):
+        names |= {f"`{name}`" for name in stored.__struct_fields__}
+    assert {name for name in names if name not in page} == set()
 
 
 def test_times_may_have_a_unit() -> None:

@@ -168,7 +168,7 @@ def test_without_a_gpu_it_says_so() -> None:
     """Where torch sees no GPU the program ends at once and names the way that remains."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "surefoot.bench.device"],
-        env={"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )

@@ -119,23 +119,29 @@ def test_prompt_files(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "m"}]
     assert prompts == [Prompt(text="plain"), Prompt(text="p", max_tokens=5), Prompt(messages=messages)]
     assert prompts[2].body(chat=True) == {"messages": messages}
-    with pytest.raises(BenchError, match="chat endpoint"):
-        prompts[2].body(chat=False)
+    with pytest.raises(BadArgument, match="line 3: a conversation, which only the chat endpoint takes"):
+        read_prompts(lines, chat=False)
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [("", "no prompts"), ("{}\n", "line 1"), ('"a"\n{"prompt": 3}\n', "line 2"), ("[", "line 1")],
+    [
+        (b"", "no prompts"),
+        (b"{}\n", "line 1"),
+        (b'"a"\n{"prompt": 3}\n', "line 2"),
+        (b"[", "line 1"),
+        (b'"\xff"', "not UTF-8: byte 1"),
+    ],
 )
-def test_prompt_files_of_no_use(tmp_path: Path, content: str, says: str) -> None:
+def test_prompt_files_of_no_use(tmp_path: Path, content: bytes, says: str) -> None:
     """A bad prompt file is refused with the line."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text(content)
-    with pytest.raises(BenchError, match=says):
+    file.write_bytes(content)
+    with pytest.raises(BadArgument, match=says):
         read_prompts(file)
 
 
 def test_a_prompt_file_that_is_not_there(tmp_path: Path) -> None:
     """A missing prompt file is an error for people, not a traceback."""
-    with pytest.raises(BenchError, match="cannot be read"):
+    with pytest.raises(BadArgument, match=r"none\.txt cannot be read: No such file or directory"):
         read_prompts(tmp_path / "none.txt")

@@ -48,8 +48,6 @@ from surefoot.backends.types import (
 
 from .harness import MIB
 
-ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
-
 
 class FragileEngine(Engine):
     """An engine whose next step raises when `broken` is set, and whose next `add` when `refusing` is."""
@@ -80,6 +78,11 @@ def request(prompt: str = "Once upon a time", **params: Any) -> GenerateRequest:
         prompt=TextPrompt(prompt),
         params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **params}),
     )
+
+
+def endless() -> GenerateRequest:
+    """One that runs until it is ended: of as many tokens as the cache holds, which take minutes."""
+    return request(ignore_eos=True, max_tokens=2000)
 
 
 async def collect(backend: EngineBackend, message: GenerateRequest) -> list[Event]:
@@ -159,7 +162,7 @@ def test_a_failed_engine_is_replaced(parts: EngineParts) -> None:
 
     async def use(backend: EngineBackend) -> None:
         healthy = await collect(backend, request())
-        generation = backend.generate(request(max_tokens=500, ignore_eos=True))
+        generation = backend.generate(endless())
         await anext(generation)
         await anext(generation)
         FragileEngine.broken.set()
@@ -211,7 +214,7 @@ def test_an_engine_that_cannot_be_replaced_stays_unready(parts: EngineParts) -> 
 
     async def use(backend: EngineBackend) -> None:
         backend._make_engine = broken_engine
-        generation = backend.generate(request(max_tokens=500, ignore_eos=True))
+        generation = backend.generate(endless())
         await anext(generation)
         FragileEngine.broken.set()
         with pytest.raises(EngineFailed):
@@ -285,7 +288,7 @@ def test_a_full_queue_is_refused(parts: EngineParts) -> None:
     """Beyond running and waiting requests the next one is told to come back."""
 
     async def use(backend: EngineBackend) -> None:
-        generations = [backend.generate(request(max_tokens=300, ignore_eos=True)) for _ in range(3)]
+        generations = [backend.generate(endless()) for _ in range(3)]
         for generation in generations:
             await anext(generation)
         with pytest.raises(Overloaded, match="3 answers"):
@@ -301,7 +304,7 @@ def test_a_flood_does_not_shut_others_out(parts: EngineParts) -> None:
     """Where one priority's queue is full a higher one is let in, and the refusals are counted by reason."""
 
     async def use(backend: EngineBackend) -> None:
-        flood = [backend.generate(request(max_tokens=300, ignore_eos=True)) for _ in range(3)]
+        flood = [backend.generate(endless()) for _ in range(3)]
         for generation in flood:
             await anext(generation)
         with pytest.raises(Overloaded) as refused:
@@ -322,8 +325,7 @@ def test_the_view_shows_who_waits_and_runs(parts: EngineParts) -> None:
 
     async def use(backend: EngineBackend) -> None:
         generations = [
-            backend.generate(replace(request(max_tokens=400, ignore_eos=True), request_id=name, flow="acme"))
-            for name in ("first", "second")
+            backend.generate(replace(endless(), request_id=name, flow="acme")) for name in ("first", "second")
         ]
         for generation in generations:
             await anext(generation)
@@ -376,7 +378,7 @@ def test_closing_a_generation_frees_its_blocks(parts: EngineParts) -> None:
     """An aborted request holds nothing after the engine's next step."""
 
     async def use(backend: EngineBackend) -> None:
-        async with aclosing(backend.generate(request(max_tokens=500, ignore_eos=True))) as events:  # type: ignore[type-var]  # as above
+        async with aclosing(backend.generate(endless())) as events:  # type: ignore[type-var]  # as above
             await anext(events)
             await anext(events)
             assert backend.stats.num_blocks_used > 0
@@ -393,7 +395,7 @@ def test_stopping_ends_what_runs(parts: EngineParts) -> None:
         with pytest.raises(NotReady):
             await collect(backend, request())
         await backend.start()
-        generation = backend.generate(request(max_tokens=500, ignore_eos=True))
+        generation = backend.generate(endless())
         await anext(generation)
         stopping = asyncio.create_task(backend.stop(0.05))
         with pytest.raises(NotReady, match="shutting down"):

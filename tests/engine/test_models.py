@@ -260,7 +260,6 @@ def test_unfit_gguf_files_are_refused(tmp_path: Path) -> None:
             GgufFile(tmp_path / "cut.gguf")
 
 
-@pytest.mark.timeout(300)
 def test_the_real_gguf_matches_transformers(parts: EngineParts) -> None:
     """SmolLM2-135M from its 4-bit file computes what transformers computes on the dequantised weights."""
     reader = gguf.GGUFReader(locate_model("smollm2"))

@@ -69,7 +69,7 @@ def test_each_dtype_and_file_has_its_own_folder(gguf_path: Path, tmp_path: Path)
     assert _prepared(messages)
     assert narrow.fingerprint != first.fingerprint
     stat = gguf_path.stat()
-    os.utime(gguf_path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    os.utime(gguf_path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**10))
     touched, messages = _load(gguf_path, cache_dir)
     assert _prepared(messages)
     assert touched.fingerprint == first.fingerprint
@@ -195,7 +195,7 @@ def test_concurrent_threads_build_once(tmp_path: Path) -> None:
 
     def build(folder: Path) -> None:
         building.set()
-        assert waiting.wait(30)
+        assert waiting.wait(60)
         (folder / "content").write_bytes(b"x")
         builds.append(folder)
 
@@ -204,7 +204,7 @@ def test_concurrent_threads_build_once(tmp_path: Path) -> None:
         target=lambda: results.append(cached_folder(tmp_path, "key", build, lambda message: None))
     )
     first.start()
-    assert building.wait(30)
+    assert building.wait(60)
     results.append(cached_folder(tmp_path, "key", build, lambda message: waiting.set()))
     first.join()
     assert len(builds) == 1

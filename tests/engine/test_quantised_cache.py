@@ -139,7 +139,6 @@ def test_drafts_change_nothing_after_a_long_prompt(
     assert last(drafted).speculation is not None
 
 
-@pytest.mark.timeout(300)
 def test_drafts_change_nothing_about_an_early_fact_or_a_call(parts: EngineParts) -> None:
     """The real model finds what 4,000 tokens of text told it early, and calls a tool after them; under each
     format it says with drafts what it says without, token for token (vLLM 40831, 53180).

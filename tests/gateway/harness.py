@@ -54,7 +54,7 @@ async def serve_fake(
     await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
     url = ready.result()
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             yield Gateway(url, backend, server, client)
     finally:
         server.should_exit = True

@@ -39,15 +39,25 @@ async def test_nothing_is_sent_once_it_is_closed() -> None:
     assert wire.sent[:4] == [b"data: 1\n\n", *[sse.KEEP_ALIVE] * 3]
 
 
-async def test_an_event_starts_the_silence_anew() -> None:
+async def test_an_event_starts_the_silence_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next comment is due a whole period after the last event, not after the last comment."""
-    wire, loop = Wire(), asyncio.get_running_loop()
-    async with EventSender(wire, 0.2) as sender:
-        await asyncio.sleep(0.1)
-        sent_s = loop.time()
+    now_s = 0.0
+
+    async def wait(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        for _ in range(10):  # turns of the loop: the sender wakes, looks at the time, and sends or sleeps on
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+    wire = Wire()
+    async with EventSender(wire, 10.0) as sender:
+        await wait(9.0)
         await sender.send(b"data: 1\n\n")
-        await wire.comments.get()
-        assert loop.time() - sent_s >= 0.199  # timers count in milliseconds
+        await wait(9.0)
+        assert wire.comments.empty()
+        await wait(1.0)
+        assert wire.comments.qsize() == 1
 
 
 async def test_a_client_that_is_gone_does_not_hurt_the_watch() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,7 @@ def test_one_event_per_request() -> None:
         "baseline",
     )
     times = {name: event.pop(name) for name in ("queue_s", "ttft_s", "tpot_s", "total_s")}
-    assert all(0 <= value < 5 for value in times.values())
+    assert all(0 <= value <= times["total_s"] for value in times.values())
     assert event.pop("completion_id").startswith("chatcmpl-")
     assert event == {
         "event": "request.finished",
@@ -338,7 +338,7 @@ async def exchange(url: str, *pieces: bytes) -> bytes:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.wait([answer])
     writer.close()
     return b"" if answer.exception() else answer.result()
@@ -481,44 +481,44 @@ def begin_stream(client: httpx.Client, url: str) -> httpx.Response:
 
 def test_sigterm_lets_running_requests_end_within_the_limit() -> None:
     """After SIGTERM a stuck stream gets an error event when the drain is over; the exit status is 0."""
-    with server_process(gated=True, drain_s=0.5) as process, httpx.Client(timeout=20) as client:
-        url = url_of(process)
-        response = begin_stream(client, url)
+    with server_process(gated=True, drain_s=0.5) as process, httpx.Client(timeout=60) as client:
+        response = begin_stream(client, url_of(process))
         begun = time.perf_counter()
         process.send_signal(signal.SIGTERM)
         text = response.read().decode()
         assert time.perf_counter() - begun > 0.4
         assert '"code":"not_ready"' in text
         assert "[DONE]" not in text
-        assert process.wait(timeout=10) == 0
-        with pytest.raises(httpx.ConnectError):
-            client.get(url + "/health/live")
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_ends_at_once(number: signal.Signals) -> None:
     """Without requests there is nothing to wait for."""
-    with server_process(drain_s=30) as process:
+    with server_process(drain_s=600) as process:
         assert url_of(process)
         process.send_signal(number)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_second_sigint_leaves_at_once() -> None:
     """Ctrl-C twice does not wait for the stuck stream."""
-    with server_process(gated=True, drain_s=60) as process, httpx.Client(timeout=20) as client:
-        begin_stream(client, url_of(process))
+    with (
+        server_process(gated=True, drain_s=600) as process,
+        httpx.Client(timeout=60) as client,
+        closing(begin_stream(client, url_of(process))),
+    ):
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        assert process.poll() is None
+        assert process.stderr is not None
+        assert any("server.stopping" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=5) == 130
+        assert process.wait(timeout=60) == 130
 
 
 def test_a_backend_that_cannot_start_ends_the_server() -> None:
     """The process exits with 1 and logs why, without ever saying that it serves."""
     with server_process(fails=True) as process:
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
     assert "no such weights" in err
 
@@ -528,6 +528,6 @@ def test_an_address_in_use_ends_the_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with server_process(port=port) as process:
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
     assert str(port) in err

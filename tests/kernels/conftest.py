@@ -37,8 +37,8 @@ def cpu(kernel_cache: Path) -> CpuOps:
 
 @pytest.fixture(scope="session")
 def cpu_threads(kernel_cache: Path) -> CpuOps:
-    """The CPU op set on as many threads as there are, 2 at most."""
-    return CpuOps(Launcher(kernel_cache, 2))
+    """The CPU op set on three threads, however many cores there are: few numbers of rows part evenly."""
+    return CpuOps(Launcher(kernel_cache, 3))
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])

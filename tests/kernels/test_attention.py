@@ -141,7 +141,7 @@ def test_fused_attention_is_past_present_and_merge(ops: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_past_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps, dtype: torch.dtype) -> None:
-    """A row's bits are its own: alone, in a chunk, beside other sequences, on one thread or two."""
+    """A row's bits are its own: alone, in a chunk, beside other sequences, on one thread or three."""
     case = Case([1, 63, 3], [300, 700, 513], dtype=dtype)
     out, lse = case.past_attention(cpu)
     for same_out, same_lse in (case.past_attention(cpu_threads),):

@@ -132,7 +132,7 @@ def test_rotation_spreads_an_outlier() -> None:
 
 
 def test_rotate_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps) -> None:
-    """A row alone, strided, and among others on two threads has the same bits."""
+    """A row alone, strided, and among others on three threads has the same bits."""
     x = torch.randn(63, 5, 96)
     expected = cpu_threads.rotate(x)
     assert torch.equal(cpu.rotate(x[7:8])[0], expected[7])

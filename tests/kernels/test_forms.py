@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surefoot.kernels.cpu.forms import form_of
+from surefoot.kernels.cpu.forms import form_of, host_form
 from surefoot.kernels.cpu.ops import CpuOps
 
 from .form_outputs import form_outputs
@@ -22,7 +22,9 @@ _FEATURES = {
 }
 _AVX512 = frozenset(["avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma", "f16c", "avx2"])
 
-on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
+on_x86_with_fma = pytest.mark.skipif(
+    platform.machine() != "x86_64" or not host_form().has_fma, reason="compiles for x86-64 with AVX2 and FMA"
+)
 
 
 def _outputs_of(form: str, cache: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -36,8 +38,7 @@ def _outputs_of(form: str, cache: Path, tmp_path: Path) -> dict[str, torch.Tenso
     return torch.load(target)
 
 
-@on_x86
-@pytest.mark.timeout(300)
+@on_x86_with_fma
 def test_the_avx2_form_gives_the_same_bits(cpu: CpuOps, kernel_cache: Path, tmp_path: Path) -> None:
     """Where the processor fuses multiply and add, every form computes the same bits in every op."""
     expected = form_outputs(cpu)
@@ -45,8 +46,7 @@ def test_the_avx2_form_gives_the_same_bits(cpu: CpuOps, kernel_cache: Path, tmp_
         assert torch.equal(actual, expected[name]), name
 
 
-@on_x86
-@pytest.mark.timeout(300)
+@on_x86_with_fma
 def test_the_portable_form_agrees(cpu: CpuOps, kernel_cache: Path, tmp_path: Path) -> None:
     """Without a fused multiply-add only the last bits differ."""
     expected = form_outputs(cpu)

@@ -96,7 +96,7 @@ def test_bits_do_not_depend_on_the_batch(cpu: CpuOps, fmt: GroupKind | torch.dty
 def test_bits_do_not_depend_on_threads(
     cpu: CpuOps, cpu_threads: CpuOps, fmt: GroupKind | torch.dtype
 ) -> None:
-    """One thread and two give the same bits."""
+    """One thread and three give the same bits."""
     weight, x = _weight(fmt, 111, 96), torch.randn(63, 96)
     alone = cpu.linear(x, cpu.prepare_linear(weight))
     assert torch.equal(cpu_threads.linear(x, cpu_threads.prepare_linear(weight)), alone)

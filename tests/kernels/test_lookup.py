@@ -33,7 +33,7 @@ def test_take(ops: Ops) -> None:
 
 
 def test_embed_on_threads(cpu: CpuOps, cpu_threads: CpuOps) -> None:
-    """Two threads read the same rows as one."""
+    """Three threads read the same rows as one."""
     matrix, numbers = random_weight("q4_1", 63, 96), torch.randint(0, 63, (200,))
-    one, two = (o.embed(numbers, o.prepare_linear(matrix)) for o in (cpu, cpu_threads))
-    assert torch.equal(one, two)
+    one, three = (o.embed(numbers, o.prepare_linear(matrix)) for o in (cpu, cpu_threads))
+    assert torch.equal(one, three)

@@ -169,7 +169,7 @@ def test_a_list_of_full_precision_is_that_past(cpu: CpuOps, dtype: torch.dtype) 
 def test_bits_do_not_depend_on_the_batch(
     cpu: CpuOps, cpu_threads: CpuOps, heads: tuple[int, int, int]
 ) -> None:
-    """A row's bits are its own in every mix: alone, in a chunk, beside others, on one thread or two."""
+    """A row's bits are its own in every mix: alone, in a chunk, beside others, on one thread or three."""
     lengths = {INT4: [300, 700, 0], K8V4: [0, 111, 1], INT8: [63, 513, 250], FULL: [1, 300, 0]}
     case = Case([1, 40, 3], lengths, heads)
     out, lse = case.past_attention(cpu)
@@ -236,7 +236,7 @@ def test_shares_sum_to_the_number_of_heads(ops: Ops) -> None:
 
 
 def test_mass_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps) -> None:
-    """An observed row gives the same bits alone and among others, on one thread or two."""
+    """An observed row gives the same bits alone and among others, on one thread or three."""
     case = _mixed(MIXES[-1], [3, 40, 1])
     together, present = _observe(case, cpu_threads, [0, 1, 2, 42])
     alone, alone_present = _observe(case, cpu, [2])

@@ -72,7 +72,7 @@ def test_silu_of_extremes(ops: Ops) -> None:
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "norm_heads", "rope", "silu_mul", "merge"])
 def test_bits_do_not_depend_on_the_batch(cpu: CpuOps, cpu_threads: CpuOps, name: str) -> None:
-    """A row alone and among others, on one thread or two, has the same bits in every row-wise op."""
+    """A row alone and among others, on one thread or three, has the same bits in every row-wise op."""
     x, other, weight = torch.randn(63, 222), torch.randn(63, 222), torch.randn(222)
     heads, angle, lse = torch.randn(63, 3, 74), torch.rand(63, 37), torch.randn(63, 3)
 

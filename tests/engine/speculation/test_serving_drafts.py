@@ -87,7 +87,7 @@ def test_counts_and_outputs_outlive_an_engine(parts: EngineParts) -> None:
         first = await collect(backend, asking("suffix"))
         assert backend.stats.speculation.drafts == ()
         generation = backend.generate(
-            replace(asking("ngram"), params=SamplingParams(max_tokens=300, ignore_eos=True))
+            replace(asking("ngram"), params=SamplingParams(max_tokens=2000, ignore_eos=True))
         )
         await anext(generation)
         await anext(generation)
