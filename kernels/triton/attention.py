@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..base import AnyPast, Past, in_fold_order
@@ -231,7 +232,8 @@ def _attend_many(call: _Call) -> None:
     committed, head_dim = call.committed, call.q.shape[2]
     # Without a past nothing is read through these.
     pool = committed.pool if committed else Pool(*[call.q] * 5)
-    constants = _rows_constants(head_dim, call.group, call.num_kv_heads)
+    bits = 8 * call.q.dtype.itemsize
+    constants = _rows_constants(head_dim, call.group, call.num_kv_heads, bits)
     tiles = call.q.shape[0] // (constants["M"] // call.group) + call.num_sequences
     attend_rows[(tiles, call.num_kv_heads)](
         **_shared_args(call),
@@ -243,8 +245,7 @@ def _attend_many(call: _Call) -> None:
         BLOCK_BYTES=committed.layout.block_bytes if committed else 0,
         HEAD_BYTES=committed.layout.head_bytes if committed else 0,
         **constants,
-        # In float32, which only comparisons use, tiles are twice as large: more would not fit an A100.
-        **launch_options(ROWS_WARPS, 1 if call.q.dtype == torch.float32 else ROWS_STAGES, ROWS_OPTIONS),
+        **launch_options(ROWS_WARPS, ROWS_STAGES[bits], ROWS_OPTIONS[bits]),
     )
 
 
@@ -307,15 +308,15 @@ def _fold_constants(head_dim: int, group: int, num_kv_heads: int) -> dict[str, A
     }
 
 
-def _rows_constants(head_dim: int, group: int, num_kv_heads: int) -> dict[str, Any]:
+def _rows_constants(head_dim: int, group: int, num_kv_heads: int, bits: int) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
         "NUM_HEADS": group * num_kv_heads,
         "MIN_ROWS": FEW_ROWS,
-        "M": max(BLOCK_M, padded(group)),
+        "M": max(BLOCK_M[bits], padded(group)),
         "D": padded(head_dim),
-        "T": TILE_KEYS,
+        "T": TILE_KEYS[bits],
     }
 
 
@@ -330,6 +331,7 @@ def aot_cases() -> list[AotCase]:
         _fold_case(small, 3, (FULL,)),
         *(_rows_case(llama, 4, formats) for formats in ((), (FULL,), (INT4, FULL))),
         _rows_case(small, 3, (FULL,)),
+        _rows_case(llama, 4, (INT4, FULL), bits=32),
     ]
 
 
@@ -405,14 +407,20 @@ def _fold_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]
     )
 
 
-def _rows_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]) -> AotCase:
+def _rows_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...], bits: int = 16) -> AotCase:
     parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
     sizes = {"BLOCK_BYTES": layout.block_bytes, "HEAD_BYTES": layout.head_bytes}
-    return _case(
+    constants = _rows_constants(layout.head_dim, group, layout.num_kv_heads, bits)
+    case = _case(
         _case_name("attend_rows", layout, formats),
         attend_rows,
         formats,
-        window_args(None) | parts | sizes | _rows_constants(layout.head_dim, group, layout.num_kv_heads),
-        (ROWS_WARPS, ROWS_STAGES, ROWS_OPTIONS),
+        window_args(None) | parts | sizes | constants,
+        (ROWS_WARPS, ROWS_STAGES[bits], ROWS_OPTIONS[bits]),
         decode=False,
     )
+    if bits == 16:
+        return case
+    # The cache stays in 16 bits.
+    in_32 = dict.fromkeys(("q", "k", "v", "out"), "*fp32")
+    return replace(case, name=f"{case.name}, float32", signature={**case.signature, **in_32})
