@@ -29,8 +29,8 @@ def select_ops(
     On a CPU kernels are compiled into `cache_dir` (None: nothing is kept) and run on `num_threads` threads
     (None: one per core that this process may use). On a GPU (torch calls ROCm's `cuda` too) activations
     are in `dtype`, and Triton compiles when a kernel is first launched, into a cache of its own; there
-    `batch_invariant` makes linear layers' bits independent of the batch, at a cost (`triton/linear.py`).
-    Elsewhere it is the reference.
+    `batch_invariant` makes linear layers' bits independent of the batch, at a cost (`triton/linear.py`). On a
+    CPU they always are. Elsewhere it is the reference.
     """
     # Imports stand here and not above: numba and triton take a while, and each serves one path.
     kind = torch.device(device).type

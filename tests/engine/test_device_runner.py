@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from surefoot.backends.engine import start
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.device import (
@@ -228,6 +229,22 @@ def test_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     options = EngineOptions(model=tmp_path, model_id="m", cache_dir=tmp_path, device=find_device("cuda"))
     assert engine_settings(options).cache_bytes is None
     assert cost_file(options).name == "step-cost-m-native-cuda.json"
+    invariant = replace(options, batch_invariant=True)
+    assert cost_file(invariant).name == "step-cost-m-native-cuda-batch-invariant.json"
+
+
+def test_a_start_says_what_it_computes_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The log names the GPU and its op set, and whether matrix products are batch-invariant."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(start, "_load", lambda *_: None)
+    options = EngineOptions(
+        model=tmp_path, model_id="m", cache_dir=tmp_path, device=torch.device("cuda", 0), threads=1
+    )
+    for chosen, name in ((False, "triton"), (True, "triton (batch-invariant)")):
+        said: list[str] = []
+        parts = start.load_parts(replace(options, batch_invariant=chosen), said.append)
+        assert f"Computing with the op set {name} on cuda:0 (NVIDIA H200)." in said
+        assert parts.ops.name == name
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ def step_of(
     )
 
 
-@pytest.fixture(scope="module")
-def runner() -> DeviceRunner:
-    """Of a tiny model in bfloat16."""
-    ops, device = TritonOps(), torch.device("cpu")
+@pytest.fixture(scope="module", params=[False, True], ids=["library", "batch-invariant"])
+def runner(request: pytest.FixtureRequest) -> DeviceRunner:
+    """Of a tiny model in bfloat16, with either kind of matrix products."""
+    ops, device = TritonOps(batch_invariant=request.param), torch.device("cpu")
     with noted_compilations():
         model = random_model(TINY, ops, device, torch.bfloat16).model
     settings = EngineSettings(cache_bytes=1 << 20, max_sequences=64, max_batched_tokens=512)
