@@ -33,6 +33,7 @@ from .splits import (
     split_options,
 )
 from .tiles import (
+    FLOATS,
     Pool,
     Window,
     check_queries,
@@ -145,6 +146,7 @@ def _attend(
 ) -> Tensor:
     group = check_queries(q, cu_rows, num_kv_heads)
     for own in present or ():
+        assert own.dtype in FLOATS
         assert own.shape == (q.shape[0], num_kv_heads, q.shape[2])
         assert own.stride(2) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == q.shape[:2])

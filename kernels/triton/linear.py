@@ -27,6 +27,7 @@ from torch import Tensor
 from ..base import AnyWeight
 from ..weights import GroupWeight, dequantise
 from .aot import AotCase
+from .tiles import FLOATS
 
 BLOCK_ROWS = 64
 """The fewest rows of a Hopper matrix instruction."""
@@ -102,8 +103,12 @@ def invariant_linear(x: Tensor, weight: DenseLinear) -> Tensor:
     matrix, dtype = weight.weight, x.dtype
     x = x.to(matrix.dtype)
     (rows, num_in), num_out = x.shape, len(matrix)
+    assert {matrix.dtype, dtype} <= set(FLOATS)
     assert matrix.shape == (num_out, num_in)
     assert x.stride(1) == matrix.stride(1) == 1
+    if weight.bias is not None:
+        assert weight.bias.shape == (num_out,)
+        assert weight.bias.is_contiguous()
     out = torch.empty(rows, num_out, dtype=dtype, device=x.device)
     if rows > 0:
         _invariant_linear[(triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(num_out, BLOCK_OUT))](

@@ -86,6 +86,7 @@ def past_args(pasts: list[Past], batch: int) -> dict[str, tuple[object, ...]]:
     for past in pasts:
         assert past.block_table.dtype == past.lengths.dtype == torch.int32
         assert past.block_table.is_contiguous()
+        assert past.lengths.is_contiguous()
         assert past.block_table.shape[0] == len(past.lengths) == batch
     return {
         "tables": tuple(p.block_table for p in pasts),
