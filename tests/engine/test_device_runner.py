@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,14 @@ from surefoot.backends.engine.prepare import load_model
 from surefoot.backends.engine.start import EngineOptions, cost_file, engine_settings
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.errors import BackendError
-from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, SpeculationPlan
+from surefoot.backends.types import (
+    CachePlan,
+    GenerateRequest,
+    SamplingParams,
+    ServingPlan,
+    SpeculationPlan,
+    TokenPrompt,
+)
 from surefoot.kernels.reference import ReferenceOps
 
 from .serving import Served, Server, message, prompt_of
@@ -144,6 +153,94 @@ def test_a_fault_stays_its_own_where_logits_are_seen_late(pair: tuple[EnginePart
     good, bad = server.finish({request.key: Served([], []) for request in requests})
     assert tokens([good]) == alone
     assert isinstance(bad.events[-1], BackendError)
+
+
+LOOKS = {"tolist", "item", "cpu", "numpy", "nonzero", "masked_select", "__bool__", "__int__", "__float__"}
+"""What makes the host wait for a GPU, and indexing by a mask beside them."""
+
+
+def noting(looks: list[str]) -> type[torch.Tensor]:
+    """A kind of tensor that stands for what lies on a GPU, as does all that is computed of it: who looks at
+    its numbers is noted.
+    """
+
+    class OnDevice(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            is_masked = func is torch.Tensor.__getitem__ and getattr(args[1], "dtype", None) == torch.bool
+            if func.__name__ in LOOKS or is_masked:
+                looks.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return OnDevice
+
+
+class DeviceOps:
+    """An op set whose results lie on a GPU; what goes on inside its ops is not looked at."""
+
+    def __init__(self, ops: AsynchronousOps, kind: type[torch.Tensor]) -> None:
+        self._ops, self._kind = ops, kind
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self._ops, name)
+        if not callable(op):
+            return op
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = op(*args, **kwargs)
+            return result.as_subclass(self._kind) if isinstance(result, torch.Tensor) else result
+
+        return run
+
+
+def looks_by_step(parts: EngineParts, requests: list[GenerateRequest]) -> list[int]:
+    """How often the host looks at what would lie on a GPU, in each step that serves them."""
+    looks: list[str] = []
+    kind = noting(looks)
+    ops, model = DeviceOps(AsynchronousOps(), kind), copy(parts.loaded.model)
+    model._ops = ops  # type: ignore[assignment]
+    parts = replace(parts, ops=ops, loaded=replace(parts.loaded, model=model))
+    engine = Server(parts, max_prefill_chunk=48, max_batched_tokens=64).engine
+    for name in ("_words", "_cache", "_step_k", "_step_v", "_logits"):
+        setattr(engine._runner, name, getattr(engine._runner, name).as_subclass(kind))
+    for key, each in enumerate(requests):
+        assert isinstance(each.prompt, TokenPrompt)
+        engine.submit(each, each.prompt.token_ids, key=key)
+    counts = []
+    while engine.has_work:
+        looks.clear()
+        engine.step()
+        counts.append(len(looks))
+    return counts
+
+
+def test_a_step_looks_once(pair: tuple[EngineParts, EngineParts]) -> None:
+    """The host looks at a GPU's numbers once a step, for the sampled tokens, whatever requests ask for:
+    chunks, drafts, formats that are demoted, filters, penalties, biases.
+    """
+    wishes = SamplingParams(
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        logit_bias={5: 2.0},
+        min_tokens=4,
+        max_tokens=30,
+        ignore_eos=True,
+    )
+    plain, *others = (ask(i, own, drafts=True) for i, own in enumerate(("k16v16", "k4v4", "k8v4")))
+    counts = looks_by_step(pair[1], [plain, *(replace(each, params=wishes) for each in others)])
+    assert set(counts) == {0, 1}  # none where a step has but chunks of prompts
+
+
+def test_log_probabilities_are_one_more_look(pair: tuple[EngineParts, EngineParts]) -> None:
+    """A token's log-probability and those of the likeliest beside it come in one piece."""
+    wishes = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=3)
+    assert looks_by_step(pair[1], [replace(ask(0, "k16v16"), params=wishes)]) == [0, *[2] * 5]
 
 
 def test_the_largest_step_runs(pair: tuple[EngineParts, EngineParts]) -> None:
