@@ -15,7 +15,7 @@ import pytest
 FACTS = sorted(Path(__file__).parent.glob("interpreted/facts_*.py"))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("facts", FACTS, ids=lambda path: path.stem)
 def test_interpreted_kernels_keep_to_the_reference(facts: Path) -> None:
     """Every fact of a file holds for the kernels as Triton's interpreter runs them."""
