@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from surefoot.backends.engine import start
+from surefoot.backends.engine import device_runner, start
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.device import (
@@ -25,9 +25,10 @@ from surefoot.backends.engine.device import (
     find_device,
     measure_memory,
 )
-from surefoot.backends.engine.device_runner import DeviceRunner
+from surefoot.backends.engine.device_runner import DeviceRunner, bytes_of_block, make_runner
 from surefoot.backends.engine.model_errors import DeviceNotFound
 from surefoot.backends.engine.prepare import load_model
+from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.start import EngineOptions, cost_file, engine_settings
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.errors import BackendError
@@ -254,6 +255,35 @@ def test_a_cache_has_what_steps_leave() -> None:
     """A step's memory counts twice, as graphs have their own, and a twentieth of the device is left alone."""
     assert Memory(total=1000, free=900, peak=100).for_cache == 650
     assert Memory(total=1000, free=100, peak=100).for_cache == 0
+
+
+@pytest.mark.parametrize("beside", [0, 96])
+def test_a_cache_is_sized_by_what_the_largest_step_leaves(
+    pair: tuple[EngineParts, EngineParts], monkeypatch: pytest.MonkeyPatch, beside: int
+) -> None:
+    """Where no size is said, the largest step runs beside the step buffer and a cache of one block; the cache
+    is what that leaves, less what a draft model's takes. Where nothing is left the start says so.
+    """
+    model, settings = pair[1].loaded.model, EngineSettings(cache_bytes=None, max_batched_tokens=64)
+    memory = Memory(total=1 << 20, free=1 << 20, peak=1 << 16)
+    profiled = []
+
+    def measured(run: Any, device: torch.device) -> Memory:
+        runner = run.__self__
+        assert run.__name__ == "run_largest"
+        run()
+        profiled.append((device, runner.num_blocks, runner._step_k.shape[1], runner._step_v.shape[1]))
+        return memory
+
+    monkeypatch.setattr(device_runner, "measure_memory", measured)
+    runner = make_runner(model, AsynchronousOps(), settings, torch.bfloat16, block_bytes_beside=beside)
+    assert profiled == [(CPU, 1, 64, 64)]
+    block_bytes = bytes_of_block(model, torch.bfloat16)
+    assert runner.num_blocks == memory.for_cache // (block_bytes + beside) > 1
+    assert runner._cache.numel() == runner.num_blocks * block_bytes
+    memory = Memory(total=1 << 20, free=1 << 17, peak=1 << 16)
+    with pytest.raises(ValueError, match=r"a step can take 65536 bytes, .* only 131072 are free"):
+        make_runner(model, AsynchronousOps(), settings, torch.bfloat16)
 
 
 class FakeCuda:
