@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..base import AnyPast, Past, in_fold_order
-from ..layout import FORMATS, FULL, INT4, BlockLayout, CacheFormat
+from ..layout import FORMATS, FULL, INT4, INT8, K8V4, BlockLayout, CacheFormat
 from .aot import AotCase
 from .fold import FOLD_SPLITS, FOLD_WARPS, fold_splits
 from .rows import BLOCK_M, ROWS_OPTIONS, ROWS_STAGES, ROWS_WARPS, TILE_KEYS, attend_rows
@@ -327,7 +327,8 @@ def aot_cases() -> list[AotCase]:
     llama = BlockLayout(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     small = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
     return [
-        *(_split_case(llama, 4, formats) for formats in [*((f,) for f in FORMATS), (INT4, FULL)]),
+        *(_split_case(llama, 4, (own,)) for own in FORMATS),
+        *(_split_case(llama, 4, (*lower, FULL)) for lower in ((INT8,), (K8V4,), (INT4,), (INT4, K8V4))),
         *(_split_case(small, 3, (f,)) for f in (FULL, INT4)),
         _fold_case(llama, 4, (INT4, FULL)),
         _fold_case(small, 3, (FULL,)),

@@ -62,16 +62,16 @@ SPLIT_STAGES = 3
 
 
 def split_options(v_bits: Sequence[int], head_dim: int) -> dict[str, dict[str, int]]:
-    """Launch options by the formats of a past. With 4 bits ptxas would rather spill a few bytes than use more
-    than a third of the registers, unless it is told that it may; the others it would give more than they
-    need. In heads of 64 units of such a V are bytes, which wait for their turn in registers: one tile in
-    flight is all that there is room for. On gfx942 more than 1 stage of codes spills, and 3 of int8 take more
-    than 64 KiB.
+    """Launch options by the formats of a past. With 4 bits, and on sm_80 with 8 beside 16, ptxas would rather
+    spill a few bytes than use more than a third of the registers, unless it is told that it may; the others
+    it would give too many. In heads of 64 units of such a V are bytes, which wait in registers: there is room
+    for one tile in flight. On gfx942 more than 1 stage of codes spills, and 3 of int8 take more than 64 KiB.
     """
     bound = {"maxnreg": 255} if 4 in v_bits else {}
     if 4 in v_bits and value_lanes(head_dim) == 2:
         bound["num_stages"] = 2
-    return {"cuda": bound, "hip": {"num_stages": 2 if set(v_bits) == {16} else 1}}
+    ampere = {"maxnreg": 255} if set(v_bits) == {8, 16} else {}
+    return {"cuda": bound, "sm_80": ampere, "hip": {"num_stages": 2 if set(v_bits) == {16} else 1}}
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from surefoot.kernels.base import Observed, Past, SampleRows, Slots
 from surefoot.kernels.layout import FORMATS, FULL, INT4, INT8, BlockLayout, CacheFormat
 from surefoot.kernels.triton.linear import DenseLinear
 from surefoot.kernels.triton.ops import TritonOps
+from surefoot.kernels.triton.splits import split_options
+from surefoot.kernels.triton.tiles import launch_options
 
 from .launches import noted_compilations
 
@@ -128,6 +130,18 @@ def test_every_op_is_launched(rows: int) -> None:
         *("attend_splits", "fold_splits", "observe_past", "observe_present"),
         *(("attend_rows",) if rows > 32 else ()),
     }
+
+
+@pytest.mark.parametrize(("capability", "most"), [((8, 6), 255), ((9, 0), None)])
+def test_options_are_those_of_the_gpus_generation(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], most: int | None
+) -> None:
+    """What one generation needs so that nothing spills, the others are not launched with."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    options = split_options([8, 16], 128)
+    assert launch_options(4, 3, options).get("maxnreg") == most
+    assert launch_options(4, 3, split_options([4, 16], 128))["maxnreg"] == 255
 
 
 ROWS, ANGLE = torch.zeros(3, 6, 64), torch.zeros(3, 32)
