@@ -27,7 +27,7 @@ PROGRESS := awk '/^ *(Collecting|Processing) / { n = split($$2, p, "/"); print "
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format lock clean bench-main bench-cache bench-cache-gpus bench-classes bench-low-load bench-prefix \
+.PHONY: help serve test check format lock clean bench-main bench-cache bench-cache-gpus bench-classes bench-device bench-low-load bench-prefix \
 	bench-scheduler bench-speculation bench-draft-lengths bench-policy-day bench-tenants study-cache peers bench-peers kernels-table
 
 help: ## Show this list
@@ -75,6 +75,9 @@ bench-cache: $(RUNTIME) ## Measure what a quantised cache holds, and decoding in
 
 bench-cache-gpus: $(RUNTIME) ## Simulate that on GPUs by their data sheets (ARGS="--gpus h100 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_cache_gpus $(ARGS)
+
+bench-device: $(RUNTIME) ## Check the kernels on this machine's GPU, then time them (ARGS="--output FILE ...")
+	@$(BIN)/python -m surefoot.bench.device $(ARGS)
 
 bench-scheduler: $(RUNTIME) ## Measure what deciding a step costs (ARGS="--waiting 500 ...")
 	@$(BIN)/python -m surefoot.backends.engine.bench_scheduler $(ARGS)

@@ -11,7 +11,6 @@ from torch import Tensor
 from surefoot.kernels.base import Observed, SampleRows
 from surefoot.kernels.layout import FORMATS, FULL, INT4, CacheFormat
 from surefoot.kernels.reference import ReferenceOps
-from surefoot.kernels.select import select_ops
 
 from .device_loads import on, slots_of
 from .device_rows import Check
@@ -38,9 +37,6 @@ def check_rowwise(setup: Setup) -> Iterator[Check]:
     cos, sin, there, wide = angle.cos(), angle.sin(), x.to(device), x.float()
     weight_, summed = weight.to(device), residual.clone().to(device)
     heads, wide_heads = there.view(63, 4, 64), wide.view(63, 4, 64)
-    kinds = {"linear": ops}
-    if not setup.is_reference:
-        kinds["linear, batch-invariant"] = select_ops(device, batch_invariant=True)
     for name, actual, expected in (
         ("rms_norm", ops.rms_norm(there, weight_, 1e-5), plain.rms_norm(wide, weight, 1e-5)),
         (
@@ -52,12 +48,15 @@ def check_rowwise(setup: Setup) -> Iterator[Check]:
         ("silu_mul", ops.silu_mul(there), plain.silu_mul(wide)),
         ("rope", ops.rope(heads, cos.to(device), sin.to(device)), plain.rope(wide_heads, cos, sin)),
         ("rotate", ops.rotate(heads[:, 1:]), plain.rotate(wide_heads[:, 1:])),
-        *(
-            (name, own.linear(there, own.prepare_linear(matrix.to(device))), wide @ matrix.float().T)
-            for name, own in kinds.items()
-        ),
+        ("linear", ops.linear(there, ops.prepare_linear(matrix.to(device))), wide @ matrix.float().T),
     ):
         yield _close(name, actual, expected, dtype)
+    if (invariant := setup.invariant_ops()) is not None:
+        prepared = invariant.prepare_linear(matrix.to(device))
+        together = invariant.linear(there, prepared)
+        yield _close("linear, batch-invariant", together, wide @ matrix.float().T, dtype)
+        alone = torch.cat([invariant.linear(row, prepared) for row in there[:3].split(1)])
+        yield Check(name="bits of linear alone", error=_num_different(together[:3], alone), limit=0.0)
 
 
 def check_cache(setup: Setup, cache_format: CacheFormat) -> Iterator[Check]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +17,10 @@ from torch import Tensor
 from surefoot.backends.engine.device import capture_on
 from surefoot.kernels.base import Ops
 from surefoot.kernels.layout import FORMATS, CacheFormat
-from surefoot.kernels.select import select_ops
 
 from .device_loads import DecodeLoad, Shape, decode_load
-from .device_rows import Fault, Row, Timing
+from .device_model import layer_matrices
+from .device_rows import Fault, Ratio, Row, Timing
 from .device_setup import Setup
 
 ROUNDS = 7
@@ -98,23 +100,35 @@ def time_prefill(setup: Setup) -> Iterator[Row]:
 
 
 def time_linear(setup: Setup) -> Iterator[Row]:
-    """A linear layer of the served model, by the library and batch-invariant: what that costs."""
-    config, device = setup.load.config, setup.device
-    ops = setup.ops()
-    invariant = ops if setup.is_reference else select_ops(device, batch_invariant=True)
-    size = config.intermediate_size, config.hidden_size
-    weight = ops.prepare_linear(torch.randn(size, dtype=setup.shape.dtype, device=device))
-    for rows in setup.shape.rows:
-        x = torch.randn(rows, config.hidden_size, dtype=setup.shape.dtype, device=device)
-        library_s, ours_s = (measure(partial(own.linear, x, weight), device) for own in (ops, invariant))
-        for who, seconds in (("library", library_s), ("batch-invariant", ours_s)):
-            yield Timing(
-                name=f"linear of {rows} rows, {who}",
-                seconds=seconds,
-                amount=2.0 * rows * size[0] * size[1],
-                unit="FLOP",
-                baseline=2.0 * rows * size[0] * size[1] / library_s,
-            )
+    """The matrix products of one of the served model's layers, by the library and batch-invariant: what that
+    costs. Enough copies of each matrix are read that no cache holds them.
+    """
+    shape, ops = setup.shape, setup.ops()
+    kinds = {"library": ops, "batch-invariant": setup.invariant_ops() or ops}
+    totals = dict.fromkeys(product(shape.rows, kinds), 0.0)
+    for name, size in layer_matrices(setup.load.config).items():
+        copies = -(-shape.min_bytes // (math.prod(size) * shape.dtype.itemsize))
+        matrices = torch.randn(copies, *size, dtype=shape.dtype, device=setup.device)
+        weights = [ops.prepare_linear(matrix) for matrix in matrices]
+        for rows in shape.rows:
+            x = torch.randn(rows, size[1], dtype=shape.dtype, device=setup.device)
+            amount = 2.0 * rows * math.prod(size)
+            seconds = {
+                who: measure(partial(_multiply, own, x, weights), setup.device) / copies
+                for who, own in kinds.items()
+            }
+            for who, own_s in seconds.items():
+                totals[rows, who] += own_s
+                yield Timing(
+                    name=f"{name} of {rows} rows, {who}",
+                    seconds=own_s,
+                    amount=amount,
+                    unit="FLOP",
+                    baseline=amount / seconds["library"],
+                )
+    for rows in shape.rows:
+        ratio = totals[rows, "library"] / totals[rows, "batch-invariant"]
+        yield Ratio(name=f"layer of {rows} rows, batch-invariant", ratio=ratio)
 
 
 def measure(run: Callable[[], Tensor], device: torch.device) -> float:
@@ -136,6 +150,12 @@ def measure(run: Callable[[], Tensor], device: torch.device) -> float:
 def _decode(ops: Ops, shape: Shape, load: DecodeLoad) -> Tensor:
     for layer in load.cache:
         out, _ = ops.past_attention(load.q, load.cu_rows, layer, shape.layout, load.past, shape.scale)
+    return out
+
+
+def _multiply(ops: Ops, x: Tensor, weights: list[Any]) -> Tensor:
+    for weight in weights:
+        out = ops.linear(x, weight)
     return out
 
 

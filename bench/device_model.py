@@ -97,6 +97,18 @@ def random_model(
     return LoadedModel(config, model, Tokenizer(words, TokenizerSpec()), "random")
 
 
+def layer_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's matrices, fused as `Model` has them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "q, k and v": (queries + 2 * keys, hidden),
+        "o": (hidden, queries),
+        "gate and up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
 def step_bytes(config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> int:
     """What a decoding step cannot but read: every matrix once, of the embedding a row a token, and the cache
     of `batch` sequences of `context` tokens in full precision.

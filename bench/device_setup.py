@@ -37,6 +37,10 @@ class Setup(Struct, frozen=True, kw_only=True):
         """The op set that is looked at."""
         return ReferenceOps() if self.is_reference else select_ops(self.device)
 
+    def invariant_ops(self) -> Ops | None:
+        """The same with batch-invariant products, where there is a choice."""
+        return None if self.is_reference else select_ops(self.device, batch_invariant=True)
+
 
 ON_A_GPU = Setup(device_name="cuda:0", shape=Shape(), load=EngineLoad(), checked=SLIM)
 REFERENCE = Setup(device_name="cpu", shape=SMALL, load=SMALL_LOAD, checked=TINY)

@@ -91,6 +91,13 @@ class ServeSettings(Struct, frozen=True, kw_only=True):
             "Form of the weights: native (the file's own groups), int8, bf16 or fp32 (auto: native)",
         ),
     ] = "auto"
+    batch_invariant: Annotated[
+        Literal["on", "off"],
+        Setting(
+            one_of("on", "off"),
+            "On a GPU: matrix products whose bits no other request can change, for slower steps: on or off",
+        ),
+    ] = "off"
     cache_memory: Annotated[
         ByteSize | None,
         Setting(

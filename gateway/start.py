@@ -170,13 +170,15 @@ def load_tenants(
 
 
 def engine_options(settings: ServeSettings) -> EngineOptions:
-    """What of the settings concerns the engine. `SettingsError` where device or memory is not there."""
+    """What of the settings concerns the engine. `SettingsError` where device or memory is not there, or where
+    one is for another device.
+    """
     try:
         device = find_device(settings.device)
     except DeviceNotFound as error:
         raise SettingsError(str(error)) from error
-    if settings.cache_memory is not None and device.type == "cpu":
-        _check_memory(settings.cache_memory)
+    if device.type == "cpu":
+        _check_for_cpu(settings)
     return EngineOptions(
         model=locate_model(settings.model),
         model_id=settings.served_model_id or default_model_id(settings.model),
@@ -199,10 +201,22 @@ def engine_options(settings: ServeSettings) -> EngineOptions:
         ),
         device=device,
         weights=WeightMode.NATIVE if settings.weights == "auto" else WeightMode(settings.weights),
+        batch_invariant=settings.batch_invariant == "on",
         threads=settings.threads,
         scheduler=settings.scheduler,
         draft_model=None if settings.draft_model is None else locate_model(settings.draft_model),
     )
+
+
+def _check_for_cpu(settings: ServeSettings) -> None:
+    """Refuse what a CPU has no use for or no room for."""
+    if settings.batch_invariant == "on":
+        raise SettingsError(
+            "batch_invariant = on: the model runs on the CPU, where no answer's bits depend on the batch and"
+            " nothing is to be paid for it. Leave it off, or set device = cuda"
+        )
+    if settings.cache_memory is not None:
+        _check_memory(settings.cache_memory)
 
 
 def _check_memory(cache_memory: ByteSize) -> None:

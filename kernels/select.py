@@ -30,7 +30,7 @@ def select_ops(
     kept), and run on `num_threads` threads (None: one per core that this process may use). On a GPU (torch
     calls ROCm's `cuda` too) activations are in `dtype`, and Triton compiles when a kernel is first launched,
     into a cache of its own; there `batch_invariant` makes linear layers' bits independent of the batch, at a
-    cost (`triton/linear.py`). Elsewhere it is the reference.
+    cost (`triton/linear.py`); on a CPU they always are. Elsewhere it is the reference.
     """
     # Imports stand here and not above: numba and triton take a while, and each serves one path.
     kind = torch.device(device).type

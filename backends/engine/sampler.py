@@ -90,14 +90,16 @@ class Sampler:
 
     def logprobs_of(self, row: Tensor, token_id: int, params: SamplingParams) -> TokenLogprob:
         """The log-probability of `token_id` in a raw row `[V]`, and the likeliest tokens beside it."""
-        logprobs = row.log_softmax(-1)
-        top = logprobs.topk(params.logprobs or 0)
+        logprobs, num_top = row.log_softmax(-1), params.logprobs or 0
+        top = logprobs.topk(num_top)
+        # In one look, as each has a GPU's work waited for; float64 holds them all exactly.
+        own, *rest = torch.cat((logprobs[token_id, None].double(), top.values, top.indices)).tolist()
         return TokenLogprob(
             *self._named(token_id),
-            logprob=float(logprobs[token_id]),
+            logprob=own,
             top=tuple(
-                TopLogprob(*self._named(top_id), logprob)
-                for top_id, logprob in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                TopLogprob(*self._named(int(top_id)), logprob)
+                for logprob, top_id in zip(rest[:num_top], rest[num_top:], strict=True)
             ),
         )
 

@@ -47,6 +47,7 @@ AUTO_CACHE_SHARE = 0.25
 class EngineOptions(Struct, frozen=True, kw_only=True):
     """An operator's choices, None for `auto`; a GPU as `device` is one that is there. `cache_dir` holds
     prepared weights and compiled kernels. `settings` may leave the cache's size open on a CPU too.
+    `batch_invariant` is for GPUs: a CPU's matrix products are so anyway.
 
     A `draft_model` (None: there is none) is kept in the same form of weights.
     """
@@ -57,6 +58,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     settings: EngineSettings = EngineSettings(cache_bytes=None)
     device: torch.device = CPU
     weights: WeightMode = WeightMode.NATIVE
+    batch_invariant: bool = False
     threads: int | None = None
     scheduler: Literal["promise", "first-come"] = "promise"
     draft_model: Path | None = None
@@ -91,6 +93,7 @@ def load_parts(options: EngineOptions, progress: Progress) -> EngineParts:
     ops = select_ops(
         options.device,
         dtype=torch.float32 if options.weights is WeightMode.FLOAT32 else torch.bfloat16,
+        batch_invariant=options.batch_invariant,
         cache_dir=options.cache_dir,
         num_threads=num_threads,
         progress=_compile_progress(progress),
@@ -141,7 +144,8 @@ def cost_file(options: EngineOptions) -> Path:
     """Where the cost of a model's steps on this machine is kept, beside the prepared weights."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", options.model_id)
     where = options.threads or cpu_count() if options.device == CPU else options.device.type
-    return options.cache_dir / f"step-cost-{name}-{options.weights}-{where}.json"
+    products = "-batch-invariant" if options.batch_invariant else ""
+    return options.cache_dir / f"step-cost-{name}-{options.weights}-{where}{products}.json"
 
 
 def _compile_progress(progress: Progress) -> Callable[[str, int, int], None]:

@@ -27,7 +27,7 @@ class AotCase(Struct, frozen=True, kw_only=True):
     `signature` has the type of each argument that is no constant, in Triton's words ("*bf16", "i32"), or a
     tuple's types; pointers are taken as aligned, and ":16" after an integer's type says that 16 divides it.
     `constexprs` has the constants. `decode`: whether it runs in a decoding step, where nothing may spill to
-    memory.
+    memory. `options`: what else it is launched with, by a target's backend or, beyond that, its name.
     """
 
     name: str
@@ -90,7 +90,8 @@ def compile_case(case: AotCase, target: Target) -> Usage:
         source,
         target=GPUTarget(target.backend, target.arch, target.warp_size),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages}
-        | case.options.get(target.backend, {}),
+        | case.options.get(target.backend, {})
+        | case.options.get(target.name, {}),
     )
     if target.backend == "hip":
         return _amd_usage(compiled.asm["amdgcn"], compiled.metadata.shared)

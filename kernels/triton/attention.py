@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import triton
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..base import AnyPast, Past, in_fold_order
-from ..layout import FORMATS, FULL, INT4, BlockLayout, CacheFormat
+from ..layout import FORMATS, FULL, INT4, INT8, K8V4, BlockLayout, CacheFormat
 from .aot import AotCase
 from .fold import FOLD_SPLITS, FOLD_WARPS, fold_splits
 from .rows import BLOCK_M, ROWS_OPTIONS, ROWS_STAGES, ROWS_WARPS, TILE_KEYS, attend_rows
@@ -32,6 +33,7 @@ from .splits import (
     split_options,
 )
 from .tiles import (
+    FLOATS,
     Pool,
     Window,
     check_queries,
@@ -144,6 +146,7 @@ def _attend(
 ) -> Tensor:
     group = check_queries(q, cu_rows, num_kv_heads)
     for own in present or ():
+        assert own.dtype in FLOATS
         assert own.shape == (q.shape[0], num_kv_heads, q.shape[2])
         assert own.stride(2) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == q.shape[:2])
@@ -231,7 +234,8 @@ def _attend_many(call: _Call) -> None:
     committed, head_dim = call.committed, call.q.shape[2]
     # Without a past nothing is read through these.
     pool = committed.pool if committed else Pool(*[call.q] * 5)
-    constants = _rows_constants(head_dim, call.group, call.num_kv_heads)
+    bits = 8 * call.q.dtype.itemsize
+    constants = _rows_constants(head_dim, call.group, call.num_kv_heads, bits)
     tiles = call.q.shape[0] // (constants["M"] // call.group) + call.num_sequences
     attend_rows[(tiles, call.num_kv_heads)](
         **_shared_args(call),
@@ -243,8 +247,7 @@ def _attend_many(call: _Call) -> None:
         BLOCK_BYTES=committed.layout.block_bytes if committed else 0,
         HEAD_BYTES=committed.layout.head_bytes if committed else 0,
         **constants,
-        # In float32, which only comparisons use, tiles are twice as large: more would not fit an A100.
-        **launch_options(ROWS_WARPS, 1 if call.q.dtype == torch.float32 else ROWS_STAGES, ROWS_OPTIONS),
+        **launch_options(ROWS_WARPS, ROWS_STAGES[bits], ROWS_OPTIONS[bits]),
     )
 
 
@@ -307,15 +310,15 @@ def _fold_constants(head_dim: int, group: int, num_kv_heads: int) -> dict[str, A
     }
 
 
-def _rows_constants(head_dim: int, group: int, num_kv_heads: int) -> dict[str, Any]:
+def _rows_constants(head_dim: int, group: int, num_kv_heads: int, bits: int) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
         "NUM_HEADS": group * num_kv_heads,
         "MIN_ROWS": FEW_ROWS,
-        "M": max(BLOCK_M, padded(group)),
+        "M": max(BLOCK_M[bits], padded(group)),
         "D": padded(head_dim),
-        "T": TILE_KEYS,
+        "T": TILE_KEYS[bits],
     }
 
 
@@ -324,12 +327,14 @@ def aot_cases() -> list[AotCase]:
     llama = BlockLayout(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     small = BlockLayout(num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
     return [
-        *(_split_case(llama, 4, formats) for formats in [*((f,) for f in FORMATS), (INT4, FULL)]),
+        *(_split_case(llama, 4, (own,)) for own in FORMATS),
+        *(_split_case(llama, 4, (*lower, FULL)) for lower in ((INT8,), (K8V4,), (INT4,), (INT4, K8V4))),
         *(_split_case(small, 3, (f,)) for f in (FULL, INT4)),
         _fold_case(llama, 4, (INT4, FULL)),
         _fold_case(small, 3, (FULL,)),
         *(_rows_case(llama, 4, formats) for formats in ((), (FULL,), (INT4, FULL))),
         _rows_case(small, 3, (FULL,)),
+        _rows_case(llama, 4, (INT4, FULL), bits=32),
     ]
 
 
@@ -405,14 +410,20 @@ def _fold_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]
     )
 
 
-def _rows_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...]) -> AotCase:
+def _rows_case(layout: BlockLayout, group: int, formats: tuple[CacheFormat, ...], bits: int = 16) -> AotCase:
     parts = {"PARTS": tuple(part_of(layout, f) for f in formats)}
     sizes = {"BLOCK_BYTES": layout.block_bytes, "HEAD_BYTES": layout.head_bytes}
-    return _case(
+    constants = _rows_constants(layout.head_dim, group, layout.num_kv_heads, bits)
+    case = _case(
         _case_name("attend_rows", layout, formats),
         attend_rows,
         formats,
-        window_args(None) | parts | sizes | _rows_constants(layout.head_dim, group, layout.num_kv_heads),
-        (ROWS_WARPS, ROWS_STAGES, ROWS_OPTIONS),
+        window_args(None) | parts | sizes | constants,
+        (ROWS_WARPS, ROWS_STAGES[bits], ROWS_OPTIONS[bits]),
         decode=False,
     )
+    if bits == 16:
+        return case
+    # The cache stays in 16 bits.
+    in_32 = dict.fromkeys(("q", "k", "v", "out"), "*fp32")
+    return replace(case, name=f"{case.name}, float32", signature={**case.signature, **in_32})

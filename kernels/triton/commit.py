@@ -96,6 +96,7 @@ def commit(
     assert_cache(cache, layout)
     assert_slots(blocks, slots)
     assert k.shape == v.shape
+    assert {k.dtype, v.dtype} <= ELEMENTS.keys()
     assert k.stride(3) == v.stride(3) == 1
     assert len(blocks) == rows
     assert (layers, heads, head_dim) == (len(cache), layout.num_kv_heads, layout.head_dim)

@@ -1,9 +1,10 @@
 """`past_mass` and `present_mass`: the share of attention that each token received from observed rows.
 
 Per observed row every key is read again, without its value: `head_dim * k_bits / 8` bytes and 4 of pairs per
-token and KV head, and 4 written. Rows of one sequence each read it for themselves, from the second-level
-cache where it fits: few rows are observed (every n-th, and a prompt's last 16). Operations: `2 * head_dim`
-per query head and token, on a tile of 16 query vectors, most of which stay empty.
+token and KV head, and 4 written: the minimum for a row alone. Rows of one sequence each read it for
+themselves, from the second-level cache where it fits: few rows are observed (every n-th, and a prompt's last
+16). Operations: `2 * head_dim` per query head and token, on a tile of 16 query vectors, most of which stay
+empty.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..base import Observed, Past
 from ..layout import FORMATS, BlockLayout, CacheFormat
 from .aot import AotCase
 from .tiles import (
+    FLOATS,
     LOG2_E,
     Window,
     check_queries,
@@ -24,6 +26,7 @@ from .tiles import (
     locate,
     padded,
     part_of,
+    past_args,
     past_scores,
     pool_of,
     sequence_of,
@@ -165,6 +168,8 @@ def observe_present(
 
 def _check_observed(q: Tensor, observed: Observed) -> None:
     assert observed.rows.dtype == torch.int32
+    assert observed.rows.is_contiguous()
+    assert observed.lse.dtype == torch.float32
     assert observed.lse.shape == q.shape[:2]
     assert observed.lse.is_contiguous()
     assert q.shape[0] > 0 or len(observed.rows) == 0
@@ -184,7 +189,7 @@ def past_mass(
     group = check_queries(q, cu_rows, layout.num_kv_heads)
     _check_observed(q, observed)
     pool, table = pool_of(layer, layout), past.block_table
-    assert table.is_contiguous()
+    past_args([past], len(cu_rows) - 1)
     size = table.shape[1] * layout.capacity(past.format)
     mass = torch.empty(len(observed.rows), layout.num_kv_heads, size, device=q.device)
     if mass.numel() == 0:
@@ -245,8 +250,9 @@ def present_mass(
     """As `Ops.present_mass` has it. `max_rows`: rows of the longest sequence, else read from the device."""
     group = check_queries(q, cu_rows, k.shape[1])
     _check_observed(q, observed)
+    assert k.dtype in FLOATS
     assert k.stride(2) == 1
-    assert k.shape[0] == q.shape[0]
+    assert (k.shape[0], k.shape[2]) == (q.shape[0], q.shape[2])
     size = int(cu_rows.diff().max()) if max_rows is None else max_rows
     mass = torch.empty(len(observed.rows), k.shape[1], size, device=q.device)
     if mass.numel() == 0:

@@ -49,6 +49,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
     assert out_a.dtype in FLOATS
     assert out_a.shape == out_b.shape
     assert lse_a.shape == lse_b.shape == out_a.shape[:2]
+    assert lse_a.dtype == lse_b.dtype == torch.float32
     assert all(t.is_contiguous() for t in (out_a, lse_a, out_b, lse_b))
     out = torch.empty_like(out_a)
     head_dim, num_vectors = out.shape[2], lse_a.numel()

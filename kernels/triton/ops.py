@@ -25,11 +25,11 @@ class TritonOps(PlainOps):
     cost that `linear.py` states.
     """
 
-    name = "triton"
     head_dims = HEAD_DIMS
     is_asynchronous = True
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False) -> None:
+        self.name = "triton (batch-invariant)" if batch_invariant else "triton"
         self._dtype = dtype
         self._linear = linear.invariant_linear if batch_invariant else linear.linear
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .aot import AotCase
+from .tiles import FLOATS
 
 NUMBERS_PER_WARP = 512
 """16 per thread: enough loads in flight to cover memory's delay, few enough to stay in registers."""
@@ -63,6 +64,7 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, dtype:
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     rows, width = x.shape
+    assert {x.dtype, out.dtype} <= set(FLOATS)
     assert x.stride(-1) == 1
     assert weight.dtype == torch.float32
     assert weight.is_contiguous()

@@ -1,7 +1,7 @@
 """Rotary embedding, half-split form.
 
-Bytes: every number is read once and written once, cos and sin once a row and `HEADS` heads (from the cache).
-Operations: 3 per number.
+Bytes: every number is read once and written once: the minimum; cos and sin once a row and `HEADS` heads, from
+the cache but for the first. Operations: 3 per number.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .aot import AotCase
+from .tiles import FLOATS
 
 HEADS = 8
 """Heads of a program: a decoding step of one sequence still fills several processors, and cos and sin are
@@ -61,6 +62,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` `[N, heads, D]`, rows and heads at any stride; `cos` and `sin` `[N, rotary_dim / 2]` float32."""
     rows, heads, head_dim = x.shape
     half = cos.shape[-1]
+    assert x.dtype in FLOATS
     assert x.stride(-1) == 1
     assert cos.is_contiguous()
     assert sin.is_contiguous()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..codes import rotation_size
 from .aot import AotCase
+from .tiles import FLOATS
 
 TILE = 2048
 """Numbers of a program: 16 a thread. With twice as many, sm_100 keeps some on the stack."""
@@ -62,6 +63,7 @@ def _rotate(
 def rotate(x: Tensor) -> Tensor:
     """`x` `[N, heads, D]`, rows and heads at any stride."""
     _, heads, head_dim = x.shape
+    assert x.dtype in FLOATS
     assert x.stride(-1) == 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     constants = _constants(head_dim)

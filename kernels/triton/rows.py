@@ -16,19 +16,21 @@ import triton.language as tl
 
 from .tiles import LN2, advance, bias, locate, pair, past_scores, sequence_of, values
 
-BLOCK_M = 128
-"""Query vectors of a tile: two matrix instructions' rows for 8 warps on Hopper."""
+BLOCK_M = {16: 128, 32: 32}
+"""Query vectors of a tile, by the bits of their numbers: in 16, two matrix instructions' rows for 8 warps on
+Hopper. In 32, for which there are no matrix instructions, 128 would spill 12 KB a thread, 64 nearly 6.
+"""
 
-TILE_KEYS = 64
+TILE_KEYS = {16: 64, 32: 32}
 """Tokens of a tile: K and V take 32 KiB at head_dim 128."""
 
 ROWS_WARPS = 8
 """16 query vectors a warp, or 64 for each of two warp groups on Hopper."""
 
-ROWS_STAGES = 3
-"""Two tiles in flight, and one being worked on."""
+ROWS_STAGES = {16: 3, 32: 1}
+"""Two tiles in flight, and one being worked on; in 32 bits there are no registers for that."""
 
-ROWS_OPTIONS = {"hip": {"num_stages": 2}}
+ROWS_OPTIONS: dict[int, dict[str, dict[str, int]]] = {16: {"hip": {"num_stages": 2}}, 32: {}}
 """3 stages do not fit the 64 KiB of gfx942."""
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..base import SampleRows
 from .aot import AotCase
+from .tiles import FLOATS
 
 SPLIT = 4096
 """Tokens of a program: a vocabulary of 150,000 makes 37, so that a row alone is spread over processors."""
@@ -304,6 +305,7 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
 
 
 def _assert_rows(logits: Tensor, rows: SampleRows) -> None:
+    assert logits.dtype in FLOATS
     assert logits.stride(1) == 1
     assert 0 < logits.shape[1] < 1 << 30
     for name in ("temperature", "top_p", "min_p"):

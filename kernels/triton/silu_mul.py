@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .aot import AotCase
+from .tiles import FLOATS
 
 BLOCK = 1024
 """Results of a program: 8 a thread, and at batch 1 a width of 14336 still makes 14 programs."""
@@ -40,6 +41,7 @@ def _silu_mul(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`gate_up` `[N, 2 * I]`, rows at any stride -> `[N, I]`, in the same dtype."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.dtype in FLOATS
     assert gate_up.stride(-1) == 1
     assert gate_up.shape[1] == 2 * width
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)

@@ -14,6 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import triton
+
 from . import attention, commit, demote, linear, mass, merge, rms_norm, rope, rotate, sample, silu_mul
 from .aot import TARGETS, AotCase, Target, Usage, compile_case
 
@@ -50,7 +52,10 @@ def faults(case: AotCase, target: Target, usage: Usage) -> list[str]:
 
 
 def markdown(usages: dict[tuple[str, str], Usage]) -> str:
-    """A row per case: registers of a thread / KiB of shared memory of a program, and stack where there is."""
+    """A row per case: registers of a thread / KiB of shared memory of a program, and stack where there is.
+
+    The compilers come with triton, whose version is the last line.
+    """
     lines = [
         "| Kernel | Warps | " + " | ".join(target.name for target in TARGETS) + " |",
         "|---|---|" + "---|" * len(TARGETS),
@@ -58,7 +63,7 @@ def markdown(usages: dict[tuple[str, str], Usage]) -> str:
     for case in aot_cases():
         cells = (_cell(usages[case.name, target.name]) for target in TARGETS)
         lines.append(f"| {case.name} | {case.num_warps} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"Compiled by triton {triton.__version__}."]) + "\n"
 
 
 def with_table(page: str, table: str) -> str:

@@ -86,6 +86,7 @@ def past_args(pasts: list[Past], batch: int) -> dict[str, tuple[object, ...]]:
     for past in pasts:
         assert past.block_table.dtype == past.lengths.dtype == torch.int32
         assert past.block_table.is_contiguous()
+        assert past.lengths.is_contiguous()
         assert past.block_table.shape[0] == len(past.lengths) == batch
     return {
         "tables": tuple(p.block_table for p in pasts),
@@ -120,7 +121,7 @@ def check_queries(q: Tensor, cu_rows: Tensor, num_kv_heads: int) -> int:
 
 def launch_options(num_warps: int, num_stages: int, options: dict[str, dict[str, int]]) -> dict[str, int]:
     """What a kernel is launched with by this torch, of options as `AotCase` has them."""
-    own = options.get("hip" if torch.version.hip else "cuda", {})
+    own = options.get("hip" if torch.version.hip else "cuda", {}) | options.get(_generation(), {})
     return {"num_warps": num_warps, "num_stages": num_stages} | own
 
 
@@ -285,3 +286,10 @@ def advance(top, scores):
     # Where nothing has been seen yet the maximum is -inf, and -inf - -inf is not a number.
     finite = tl.where(new == float("-inf"), 0.0, new)
     return new, finite, tl.exp2(top - finite)
+
+
+def _generation() -> str:
+    """The target of `aot.TARGETS` that stands for an NVIDIA GPU's generation; "" for others."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return ""
+    return f"sm_{torch.cuda.get_device_capability()[0]}0"

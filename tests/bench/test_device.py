@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from surefoot.bench.device import TIMINGS, Report, main, run
+from surefoot.backends.engine.weights import expected_shapes
+from surefoot.bench.device import CHECK_SECONDS, MAX_SECONDS, TIMINGS, Report, main, run
 from surefoot.bench.device_checks import CHECKS, check_rowwise
 from surefoot.bench.device_kernels import time_decoding, time_prefill
 from surefoot.bench.device_loads import Shape, decode_load
-from surefoot.bench.device_model import LLAMA_8B, SLIM, step_bytes
+from surefoot.bench.device_model import LLAMA_8B, SLIM, layer_matrices, step_bytes
 from surefoot.bench.device_rows import Check, Fault, Part, Ratio, Row, Timing
 from surefoot.bench.device_sections import Apart, Section, rows_of
 from surefoot.bench.device_setup import REFERENCE, Setup
@@ -27,6 +29,7 @@ from surefoot.kernels.layout import FORMATS, FULL
 from surefoot.kernels.reference import ReferenceOps
 
 CPU = torch.device("cpu")
+MATRICES = ("q, k and v", "o", "gate and up", "down")
 
 
 def test_reference_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +52,9 @@ def test_reference_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         *("prompt over (16, 16) and (4, 4)", "present", "mass over (4, 4)", "sample", "missing tokens"),
         *("graphs of steps", "steps of a model", "waits in steps", "the largest step"),
         *(f"decode 100 x {batch}, ({f.k_bits}, {f.v_bits})" for batch in (1, 3) for f in FORMATS),
-        *("prefill 50, torch", "prefill 50, ours", "linear of 3 rows, batch-invariant"),
+        *("prefill 50, torch", "prefill 50, ours"),
+        *(f"{name} of 3 rows, {who}" for name in MATRICES for who in ("library", "batch-invariant")),
+        "layer of 3 rows, batch-invariant",
         *(f"{who} x 2, token to token" for who in ("engine", "engine with drafts", "transformers")),
         *("the engine beside generate x 2", "tokens in 4 bits beside 16, 100 x 3"),
     }
@@ -143,6 +148,21 @@ def test_a_process_finds_what_this_one_does() -> None:
     apart = Apart(section, REFERENCE)
     apart.begin()
     assert list(apart.rows(time.monotonic() + 90.0)) == list(rows_of(section, REFERENCE))
+
+
+def test_a_layer_is_what_the_model_has() -> None:
+    """The matrices that are timed have the numbers of a layer's weights."""
+    shapes = {n: s for n, s in expected_shapes(LLAMA_8B).items() if n.startswith("model.layers.0.")}
+    assert set(layer_matrices(LLAMA_8B)) == set(MATRICES)
+    assert sum(map(math.prod, layer_matrices(LLAMA_8B).values())) == sum(
+        math.prod(shape) for shape in shapes.values() if len(shape) == 2
+    )
+
+
+def test_a_verdict_takes_no_more_than_a_minute() -> None:
+    """Checks have a minute, the printing of what they found included, and all of it five."""
+    assert CHECK_SECONDS < 60.0
+    assert MAX_SECONDS < 300.0
 
 
 def test_a_step_reads_the_weights_and_the_cache() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from surefoot.backends.engine import device_runner, start
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cost_model import StepCost
 from surefoot.backends.engine.device import (
@@ -22,13 +25,21 @@ from surefoot.backends.engine.device import (
     find_device,
     measure_memory,
 )
-from surefoot.backends.engine.device_runner import DeviceRunner
+from surefoot.backends.engine.device_runner import DeviceRunner, bytes_of_block, make_runner
 from surefoot.backends.engine.model_errors import DeviceNotFound
 from surefoot.backends.engine.prepare import load_model
+from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.start import EngineOptions, cost_file, engine_settings
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.errors import BackendError
-from surefoot.backends.types import CachePlan, GenerateRequest, SamplingParams, ServingPlan, SpeculationPlan
+from surefoot.backends.types import (
+    CachePlan,
+    GenerateRequest,
+    SamplingParams,
+    ServingPlan,
+    SpeculationPlan,
+    TokenPrompt,
+)
 from surefoot.kernels.reference import ReferenceOps
 
 from .serving import Served, Server, message, prompt_of
@@ -145,6 +156,94 @@ def test_a_fault_stays_its_own_where_logits_are_seen_late(pair: tuple[EnginePart
     assert isinstance(bad.events[-1], BackendError)
 
 
+LOOKS = {"tolist", "item", "cpu", "numpy", "nonzero", "masked_select", "__bool__", "__int__", "__float__"}
+"""What makes the host wait for a GPU, and indexing by a mask beside them."""
+
+
+def noting(looks: list[str]) -> type[torch.Tensor]:
+    """A kind of tensor that stands for what lies on a GPU, as does all that is computed of it: who looks at
+    its numbers is noted.
+    """
+
+    class OnDevice(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            is_masked = func is torch.Tensor.__getitem__ and getattr(args[1], "dtype", None) == torch.bool
+            if func.__name__ in LOOKS or is_masked:
+                looks.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return OnDevice
+
+
+class DeviceOps:
+    """An op set whose results lie on a GPU; what goes on inside its ops is not looked at."""
+
+    def __init__(self, ops: AsynchronousOps, kind: type[torch.Tensor]) -> None:
+        self._ops, self._kind = ops, kind
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self._ops, name)
+        if not callable(op):
+            return op
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = op(*args, **kwargs)
+            return result.as_subclass(self._kind) if isinstance(result, torch.Tensor) else result
+
+        return run
+
+
+def looks_by_step(parts: EngineParts, requests: list[GenerateRequest]) -> list[int]:
+    """How often the host looks at what would lie on a GPU, in each step that serves them."""
+    looks: list[str] = []
+    kind = noting(looks)
+    ops, model = DeviceOps(AsynchronousOps(), kind), copy(parts.loaded.model)
+    model._ops = ops  # type: ignore[assignment]
+    parts = replace(parts, ops=ops, loaded=replace(parts.loaded, model=model))
+    engine = Server(parts, max_prefill_chunk=48, max_batched_tokens=64).engine
+    for name in ("_words", "_cache", "_step_k", "_step_v", "_logits"):
+        setattr(engine._runner, name, getattr(engine._runner, name).as_subclass(kind))
+    for key, each in enumerate(requests):
+        assert isinstance(each.prompt, TokenPrompt)
+        engine.submit(each, each.prompt.token_ids, key=key)
+    counts = []
+    while engine.has_work:
+        looks.clear()
+        engine.step()
+        counts.append(len(looks))
+    return counts
+
+
+def test_a_step_looks_once(pair: tuple[EngineParts, EngineParts]) -> None:
+    """The host looks at a GPU's numbers once a step, for the sampled tokens, whatever requests ask for:
+    chunks, drafts, formats that are demoted, filters, penalties, biases.
+    """
+    wishes = SamplingParams(
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        logit_bias={5: 2.0},
+        min_tokens=4,
+        max_tokens=30,
+        ignore_eos=True,
+    )
+    plain, *others = (ask(i, own, drafts=True) for i, own in enumerate(("k16v16", "k4v4", "k8v4")))
+    counts = looks_by_step(pair[1], [plain, *(replace(each, params=wishes) for each in others)])
+    assert set(counts) == {0, 1}  # none where a step has but chunks of prompts
+
+
+def test_log_probabilities_are_one_more_look(pair: tuple[EngineParts, EngineParts]) -> None:
+    """A token's log-probability and those of the likeliest beside it come in one piece."""
+    wishes = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=3)
+    assert looks_by_step(pair[1], [replace(ask(0, "k16v16"), params=wishes)]) == [0, *[2] * 5]
+
+
 def test_the_largest_step_runs(pair: tuple[EngineParts, EngineParts]) -> None:
     """What the memory of a step is measured with is a step that runs."""
     runner = Server(pair[1], max_batched_tokens=64).engine._runner
@@ -156,6 +255,35 @@ def test_a_cache_has_what_steps_leave() -> None:
     """A step's memory counts twice, as graphs have their own, and a twentieth of the device is left alone."""
     assert Memory(total=1000, free=900, peak=100).for_cache == 650
     assert Memory(total=1000, free=100, peak=100).for_cache == 0
+
+
+@pytest.mark.parametrize("beside", [0, 96])
+def test_a_cache_is_sized_by_what_the_largest_step_leaves(
+    pair: tuple[EngineParts, EngineParts], monkeypatch: pytest.MonkeyPatch, beside: int
+) -> None:
+    """Where no size is said, the largest step runs beside the step buffer and a cache of one block; the cache
+    is what that leaves, less what a draft model's takes. Where nothing is left the start says so.
+    """
+    model, settings = pair[1].loaded.model, EngineSettings(cache_bytes=None, max_batched_tokens=64)
+    memory = Memory(total=1 << 20, free=1 << 20, peak=1 << 16)
+    profiled = []
+
+    def measured(run: Any, device: torch.device) -> Memory:
+        runner = run.__self__
+        assert run.__name__ == "run_largest"
+        run()
+        profiled.append((device, runner.num_blocks, runner._step_k.shape[1], runner._step_v.shape[1]))
+        return memory
+
+    monkeypatch.setattr(device_runner, "measure_memory", measured)
+    runner = make_runner(model, AsynchronousOps(), settings, torch.bfloat16, block_bytes_beside=beside)
+    assert profiled == [(CPU, 1, 64, 64)]
+    block_bytes = bytes_of_block(model, torch.bfloat16)
+    assert runner.num_blocks == memory.for_cache // (block_bytes + beside) > 1
+    assert runner._cache.numel() == runner.num_blocks * block_bytes
+    memory = Memory(total=1 << 20, free=1 << 17, peak=1 << 16)
+    with pytest.raises(ValueError, match=r"a step can take 65536 bytes, .* only 131072 are free"):
+        make_runner(model, AsynchronousOps(), settings, torch.bfloat16)
 
 
 class FakeCuda:
@@ -228,6 +356,22 @@ def test_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     options = EngineOptions(model=tmp_path, model_id="m", cache_dir=tmp_path, device=find_device("cuda"))
     assert engine_settings(options).cache_bytes is None
     assert cost_file(options).name == "step-cost-m-native-cuda.json"
+    invariant = replace(options, batch_invariant=True)
+    assert cost_file(invariant).name == "step-cost-m-native-cuda-batch-invariant.json"
+
+
+def test_a_start_says_what_it_computes_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The log names the GPU and its op set, and whether matrix products are batch-invariant."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(start, "_load", lambda *_: None)
+    options = EngineOptions(
+        model=tmp_path, model_id="m", cache_dir=tmp_path, device=torch.device("cuda", 0), threads=1
+    )
+    for chosen, name in ((False, "triton"), (True, "triton (batch-invariant)")):
+        said: list[str] = []
+        parts = start.load_parts(replace(options, batch_invariant=chosen), said.append)
+        assert f"Computing with the op set {name} on cuda:0 (NVIDIA H200)." in said
+        assert parts.ops.name == name
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -183,6 +184,7 @@ def test_local_settings_reach_the_local_tenant() -> None:
         ("port", "80.5", "a whole number from 0 to 65535"),
         ("device", "tpu", "auto or cpu or cuda"),
         ("weights", "int4", "auto or native or int8 or bf16 or fp32"),
+        ("batch_invariant", "yes", "on or off"),
         ("host", " ", "a text"),
         ("max_sequences", "0", "a whole number of 1 or more"),
         ("max_waiting", "-1", "a whole number of 0 or more"),
@@ -335,3 +337,15 @@ def test_a_cache_beyond_the_memory_is_refused() -> None:
     """Memory that the process cannot have is refused before the start, with both sizes."""
     with pytest.raises(SettingsError, match=r"cache_memory = 1048576TiB: this process can have \d+\.\d GiB"):
         engine_options(ServeSettings(cache_memory=ByteSize(2**60), device="cpu"))
+
+
+def test_batch_invariance_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, chosen or found, it is refused with what holds there; on a GPU it reaches the engine."""
+    for device in ("cpu", "auto"):
+        with pytest.raises(SettingsError, match="batch_invariant = on: the model runs on the CPU, where no"):
+            engine_options(resolve({"batch_invariant": "on", "device": device}, {}).settings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    for word, chosen in (("on", True), ("off", False)):
+        settings = resolve({"batch_invariant": word, "device": "cuda"}, {}).settings
+        assert engine_options(settings).batch_invariant is chosen

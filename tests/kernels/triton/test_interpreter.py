@@ -19,9 +19,10 @@ FACTS = sorted(Path(__file__).parent.glob("interpreted/facts_*.py"))
 def test_interpreted_kernels_keep_to_the_reference(facts: Path) -> None:
     """Every fact of a file holds for the kernels as Triton's interpreter runs them."""
     done = subprocess.run(
-        # An interpreted kernel meets infinities in numpy, which warns of what a GPU computes in silence.
+        # An interpreted kernel meets infinities in numpy, which warns of what a GPU computes in silence. The
+        # time limit is this test's.
         [
-            *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0"),
             *("-W", "ignore::RuntimeWarning", f"--confcutdir={facts.parent}", str(facts)),
         ],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

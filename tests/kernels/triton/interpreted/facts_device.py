@@ -20,6 +20,9 @@ class Interpreted(Setup):
     def ops(self) -> Ops:
         return TritonOps(self.shape.dtype)
 
+    def invariant_ops(self) -> Ops:
+        return TritonOps(self.shape.dtype, batch_invariant=True)
+
 
 SETUP = Interpreted(
     device_name="cpu",

@@ -9,12 +9,17 @@ import torch
 
 from surefoot.backends.engine.backend import EngineParts
 from surefoot.backends.engine.cost_model import StepCost
+from surefoot.backends.engine.device import Called
 from surefoot.backends.engine.device_runner import DeviceRunner
 from surefoot.backends.engine.prepare import load_model
+from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.weight_mode import WeightMode
 from surefoot.backends.types import CachePlan, SamplingParams, ServingPlan, SpeculationPlan
+from surefoot.bench.device_loads import verification_step
+from surefoot.bench.device_model import TINY, random_model
 from surefoot.kernels.base import Ops
 from surefoot.kernels.reference import ReferenceOps
+from surefoot.kernels.triton import linear
 from surefoot.kernels.triton.ops import TritonOps
 
 from ....engine.serving import Served, Server, message, prompt_of
@@ -69,15 +74,39 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_engine_gives_the_references_tokens(file: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "batch_invariant"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_the_engine_gives_the_references_tokens(
+    file: Path, dtype: torch.dtype, batch_invariant: bool
+) -> None:
     """A quantised cache, drafts, prompts in chunks and a prefix hit: greedy tokens are those of the reference
     ops on the runner of a CPU, and some of the drafts are accepted.
     """
     expected, _ = answers(parts_of(file, ReferenceOps(), dtype), [])
-    actual, server = answers(parts_of(file, TritonOps(dtype), dtype), expected[1:])
+    ops = TritonOps(dtype, batch_invariant=batch_invariant)
+    actual, server = answers(parts_of(file, ops, dtype), expected[1:])
     assert actual == expected
     assert isinstance(server.engine._runner, DeviceRunner)
     drafts = server.engine.speculator.counters.by_source.values()
     assert sum(counts.num_accepted_tokens for counts in drafts) > 3
     assert server.engine.counters.num_demoted_tokens["k8v4"] > 0
+
+
+def test_invariant_steps_have_the_same_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batch-invariant products none is the library's, and a row's logits have the same bits whoever
+    shares its step and whatever bucket that is padded to, before and after its sequence has a past.
+    """
+    monkeypatch.setattr(linear.F, "linear", None)
+    ops = TritonOps(batch_invariant=True)
+    model = random_model(TINY, ops, torch.device("cpu"), torch.bfloat16).model
+    settings = EngineSettings(cache_bytes=1 << 20, max_sequences=4, max_batched_tokens=16)
+    logits = []
+    for num_others in (0, 1, 2):
+        runner = DeviceRunner(model, ops, settings, torch.bfloat16, Called)
+        others = [5] * num_others
+        prompt = verification_step([0] * (1 + num_others), [3, *others])
+        logits.append([runner.run(prompt)[:3].clone()])
+        runner.commit(prompt)
+        step = verification_step([3, *others], [1] * (1 + num_others))
+        logits[-1].append(runner.run(step)[:1].clone())
+    for alone, together in zip(logits[0] * 2, logits[1] + logits[2], strict=True):
+        assert torch.equal(alone, together)

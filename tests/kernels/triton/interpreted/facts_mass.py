@@ -46,11 +46,13 @@ def test_mass(cache_format: CacheFormat, heads: Heads, dtype: torch.dtype) -> No
 
 
 def test_all_mass_is_one() -> None:
-    """A row's mass over its past and present is 1 per query head."""
+    """A row's mass over its past and present is 1 per query head, and has the same bits again."""
     case = Case([2, 20], {INT4: [63, 5], FULL: [17, 1]}, (4, 2, 64), BF16)
     observed = Observed(rows=torch.arange(22, dtype=torch.int32), lse=case.both()[1])
     where = case.cu_rows, case.layer, case.layout
     total = present_mass(case.q, case.k, case.cu_rows, case.scale, observed, max_rows=20).sum(-1)
     for past in case.pasts:
-        total += past_mass(case.q, *where, past, case.scale, observed).sum(-1)
+        mass, again = (past_mass(case.q, *where, past, case.scale, observed) for _ in range(2))
+        assert torch.equal(mass, again)
+        total += mass.sum(-1)
     assert torch.allclose(total, torch.full_like(total, 2.0), rtol=1e-3)
