@@ -4,6 +4,9 @@ The features of a step are what its time is made of: a fixed part, its rows (che
 for, dearer beyond a knee), tiles of rows beyond the first (each reads the weights again), its sequences
 (sampling, logits, Python) and the tokens that its rows attend to.
 No coefficient is below 0, so that more work is never predicted to take less time.
+
+No machine is that linear. Where a percent matters, which is for draft lengths, a table beside the model says
+how far steps of so many rows are off it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,20 @@ SPREAD_DECAY = 0.95
 CLIP_SPREADS = 3.0
 """A step further off than so many mean deviations counts as one that is just so far off."""
 MIN_CLIP = 0.1
+
+UNSEEN = 0.02
+"""How much faster than the model says a step of rows that none had yet is hoped to be. Who compares steps
+would else stay with what is well known, and never learn that its neighbour is better.
+"""
+
+UNSEEN_STEPS, CORRECTION_STEPS = 2.0, 50.0
+"""How many steps that hope counts for, and how many are remembered of those that were."""
+
+SLOWNESS_DECAY = 0.9
+"""What makes all steps longer passes, and is told apart from what some rows take: about ten steps."""
+
+EXACT_ROWS = 8
+"""Where rows come in no tiles, so many rows are told apart, and then groups of as many."""
 
 Vector = list[float]
 Matrix = list[Vector]
@@ -72,7 +89,9 @@ class StepCost(Struct, frozen=True, kw_only=True):
     @classmethod
     def guess(cls, tile_rows: int) -> StepCost:
         """The default for an op set's `row_tile`: unpacking weights takes as long as a row and a half."""
-        return cls(row_s=0.0008, tile_s=0.0012, tile_rows=tile_rows) if tile_rows else cls()
+        if not tile_rows:
+            return cls()
+        return cls(row_s=0.0008, further_row_s=0.0008, tile_s=0.0012, tile_rows=tile_rows)
 
     @property
     def least_row_s(self) -> float:
@@ -134,6 +153,17 @@ TYPICAL_SHAPES = (
 """Steps whose predicted costs are not forgotten for want of steps like them."""
 
 
+class _Correction(Struct):
+    """Decayed mean of the relative error of what was predicted of some steps: above 0, they took longer."""
+
+    error: float = -UNSEEN
+    num_steps: float = UNSEEN_STEPS
+
+    def add(self, further: float) -> None:
+        self.num_steps = min(self.num_steps + 1.0, CORRECTION_STEPS)
+        self.error += further / self.num_steps
+
+
 class CostModel:
     """A `StepCost` that follows what is observed: least squares of relative errors with decay.
 
@@ -150,6 +180,9 @@ class CostModel:
         self.cost = cost
         self.spread = MIN_CLIP / CLIP_SPREADS
         """Decayed mean of the relative error's size."""
+        self._corrections: dict[int, _Correction] = {}
+        self._slowness = 0.0
+        """What corrections leave of the relative error, over the last steps: the machine's, not the rows'."""
         self._prior, _ = _typical(cost)
         self._moments = [list(row) for row in self._prior]
         self._targets = _product(self._prior, cost.coefficients)
@@ -157,6 +190,14 @@ class CostModel:
     def predict(self, num_rows: int, num_sequences: int, num_context_tokens: int) -> float:
         """Seconds of a step; see `StepShape`."""
         return self.cost.predict(num_rows, num_sequences, num_context_tokens)
+
+    def predict_corrected(self, num_rows: int, num_sequences: int, num_context_tokens: int) -> float:
+        """The same, made right by what steps of about as many rows took, if all rows are sampled from."""
+        predicted = self.predict(num_rows, num_sequences, num_context_tokens)
+        if num_rows != num_sequences:
+            return predicted
+        correction = self._corrections.get(self._group(num_rows))
+        return predicted * (1.0 + (-UNSEEN if correction is None else correction.error))
 
     def observe(self, num_rows: int, num_sequences: int, num_context_tokens: int, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
@@ -166,6 +207,8 @@ class CostModel:
         clip = max(CLIP_SPREADS * self.spread, MIN_CLIP)
         error = min(max(seconds / predicted - 1, -clip), clip)
         self.spread = SPREAD_DECAY * self.spread + (1 - SPREAD_DECAY) * abs(error)
+        if num_rows == num_sequences:
+            self._correct(self._corrections.setdefault(self._group(num_rows), _Correction()), error)
         numbers = num_rows, num_sequences, num_context_tokens
         features = [value / predicted for value in _features(*numbers, self.cost.tile_rows)]
         kept = _product(self._prior, self.cost.coefficients)
@@ -177,6 +220,17 @@ class CostModel:
         self.cost = self.cost.with_coefficients(
             _solve(self._moments, self._targets, self.cost.coefficients, REFRESH_SWEEPS)
         )
+
+    def _correct(self, correction: _Correction, error: float) -> None:
+        further = error - self._slowness - correction.error
+        if correction.num_steps == CORRECTION_STEPS:  # what is well known tells of the machine
+            self._slowness += (1 - SLOWNESS_DECAY) * further
+        correction.add(further)
+
+    def _group(self, num_rows: int) -> int:
+        """Of rows whose steps are corrected alike: a tile, and each number of rows in the first one."""
+        size = self.cost.tile_rows or EXACT_ROWS
+        return num_rows if num_rows <= size else size + (num_rows - 1) // size
 
 
 def fit(samples: Iterable[StepSample], default: StepCost | None = None) -> StepCost:

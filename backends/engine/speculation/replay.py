@@ -76,7 +76,7 @@ class Replay:
 
         def cost(count: int) -> float:
             rows = batch + count
-            return self.costs.predict(rows, rows, rows * NUM_CONTEXT_TOKENS)
+            return self.costs.predict_corrected(rows, rows, rows * NUM_CONTEXT_TOKENS)
 
         bounds = StepBounds(num_sampled=batch, max_rows=batch * MAX_DRAFT)
         choice = self.controller.choose(drafts, bounds, cost)

@@ -10,7 +10,7 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True):
 
     `max_draft` bounds every plan's. `probe_share` is the share of time that may be spent on drafts that are
     not expected to pay, so that it is noticed when they would. A row of a draft has to be expected to bring
-    `min_gain` more than it costs (0.05 is 5 %): both are estimates, and the best of several estimates is
+    `min_gain` more than it costs (0.03 is 3 %): both are estimates, and the best of several estimates is
     mostly one that errs upwards. `synthetic_acceptance`, for benchmarks alone, accepts position j of a draft
     with probability `synthetic_acceptance[j]`, whatever the model says.
     A draft model's cache has `draft_cache_bytes` (None: as many tokens as the served model's), and it catches
@@ -19,7 +19,7 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True):
 
     max_draft: int = 16
     probe_share: float = 0.005
-    min_gain: float = 0.05
+    min_gain: float = 0.03
     synthetic_acceptance: tuple[float, ...] | None = None
     draft_cache_bytes: int | None = None
     max_catch_up: int = 64

@@ -88,7 +88,7 @@ class Speculator:
         context = sum(seq.num_committed for seq in asked) / len(asked)
 
         def cost(count: int) -> float:
-            return costs.predict(
+            return costs.predict_corrected(
                 shape.num_rows + count,
                 shape.num_sequences + count,
                 shape.num_context_tokens + round(count * context),

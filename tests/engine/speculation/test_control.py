@@ -75,6 +75,32 @@ def test_bounds_are_kept() -> None:
     assert sum(by_time.lengths) == 3
 
 
+def test_probes_go_as_far_as_one_rejection() -> None:
+    """Within its budget a probe has one row where little is accepted, and many where nearly all is."""
+    lengths = {}
+    for chance in (0.0, 0.3, 0.91, 0.99):
+        candidates = [Candidate([chance]) for _ in range(64)]
+        choice = choose_lengths(
+            candidates, 64, lambda count: 1.0 + 0.02 * count, max_rows=64, probe_budget_s=9.0
+        )
+        lengths[chance] = sum(choice.lengths)
+    assert lengths == {0.0: 1, 0.3: 1, 0.91: 11, 0.99: 64}
+
+
+def test_probes_keep_their_budget() -> None:
+    """No more rows are tried than are expected to lose what may be lost, or than the step has time for."""
+    candidates = [Candidate([0.99]) for _ in range(64)]
+
+    def probed(**bounds: float) -> int:
+        return sum(
+            choose_lengths(candidates, 64, lambda count: 1.0 + 0.02 * count, max_rows=64, **bounds).lengths
+        )
+
+    assert probed(probe_budget_s=0.0) == 0
+    assert probed(probe_budget_s=0.0456) == 10
+    assert probed(probe_budget_s=9.0, max_step_s=1.09) == 4
+
+
 def test_what_a_promise_needs_comes_first() -> None:
     """Rows that a sequence's own target needs go before likelier ones of others."""
     candidates = [Candidate([0.9] * 4), Candidate([0.5] * 4, needed=2)]

@@ -17,10 +17,6 @@ from surefoot.kernels.triton.table import BEGIN, END, MODULES, aot_cases, faults
 ROOT = Path(__file__).parents[3]
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.timeout(1500)
->>>>>>> cuda
 def test_every_kernel_compiles_for_every_target(tmp_path: Path) -> None:
     """All compile for sm_80, sm_90, sm_100 and gfx942; none takes more shared memory than there is, none of a
     decoding step has a stack, and the page shows what each takes (where it is of the triton that is here).
