@@ -53,7 +53,7 @@ class Observer:
             override=override.plan if override else None,
             max_draft=asked.max_draft,
             cache_format=wish.format,
-            protect=Protection(sinks=wish.protect.sinks, recent=wish.protect.recent),
+            protect=Protection(sinks=wish.protection.sinks, recent=wish.protection.recent),
             demotes_at_once=wish.demote == "eager",
             max_context=wish.max_context,
             has_seed=asked.seed is not None,

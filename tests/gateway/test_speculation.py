@@ -112,6 +112,7 @@ def test_wrong_values_are_named(http: TestClient, fields: dict[str, Any], param:
     ("wish", "plan"),
     [
         ({}, "draft4"),
+        ({"enabled": None, "max_draft": None}, "draft4"),
         ({"enabled": True}, "draft4"),
         ({"max_draft": 64}, "draft4"),
         ({"max_draft": 2}, "draft2"),
