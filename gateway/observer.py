@@ -49,6 +49,8 @@ class Observer:
             load=stats.num_running + stats.num_waiting,
             acceptance=stats.speculation.acceptance.get(tenant.id, {}).get(kind),
             quality_loss=self._recent.get(_traffic(tenant.id, kind)),
+            longest_draft=stats.speculation.max_draft,
+            drafters=stats.speculation.proposers,
             hour=self._clock.time() % 86400 / 3600,
             override=override.plan if override else None,
             max_draft=asked.max_draft,
