@@ -299,7 +299,10 @@ def test_demotion_takes_and_frees_what_was_said(name: str, n: int) -> None:
     """
     plan = CachePlan(format=name, sinks=2, recent=5, demote="pressure")
     world = World(FirstComeScheduler, num_blocks=150, max_batched_tokens=512)
-    world.add([1] * 300, plan, n=n, max_tokens=300, priority=0)
+    rule = world.space.rule(plan, 1)
+    assert rule is not None
+    # The last block that choices may share would have two tokens of an answer.
+    world.add([1] * (280 // rule.capacity * rule.capacity), plan, n=n, max_tokens=300, priority=0)
     demoter, pool = demoter_of(world), world.pool
     seen = set()
     for _ in range(3):
@@ -319,6 +322,30 @@ def test_demotion_takes_and_frees_what_was_said(name: str, n: int) -> None:
             carry_out(world)
     assert (False, True) in seen
     assert (True, True) in seen or n > 1, "what choices share counts for none of them"
+
+
+def test_choices_share_no_more_than_both_demote() -> None:
+    """One that started later has fewer tokens to demote than another has demoted of their prompt: it holds
+    the full blocks of those, and one of its own.
+    """
+    plan = CachePlan(format="k4v4", sinks=2, recent=60, demote="pressure")
+    world = World(FirstComeScheduler, num_blocks=150, max_sequences=2, max_batched_tokens=512)
+    world.add([1] * 300, plan, n=3, max_tokens=200, priority=0)
+    for _ in range(70):
+        world.step()
+    first, gone, late = world.requests[0].sequences
+    world.scheduler.finish(gone)
+    demoter_of(world).reclaim([first], world.pool.num_blocks)
+    carry_out(world)
+    for _ in range(10):
+        world.step()
+    demoter_of(world).reclaim([late], world.pool.num_blocks)
+    carry_out(world)
+    assert 56 * 4 < late.num_low < 56 * 5 < first.num_low
+    assert len(late.low_table) == 5
+    assert late.low_table[:4] == first.low_table[:4]
+    while world.scheduler.has_work:
+        assert world.step()
 
 
 def test_the_lowest_priority_is_demoted_first_and_no_more_than_must() -> None:
