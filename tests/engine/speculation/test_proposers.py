@@ -142,6 +142,26 @@ def test_suffix_learns_from_its_own_flow() -> None:
     assert proposer.propose(sequence([2], [10, 11], flow="b"), 3) is None
 
 
+def test_suffix_learns_outputs_alone() -> None:
+    """What one user of a tenant asked is not drafted for another, nor how an answer to it begins."""
+    proposer = SuffixProposer()
+    proposer.finish(sequence([1, 2, 3, 4], [10, 11], proposers=("suffix",)))
+    assert proposer.propose(sequence([1, 2]), 3) is None
+    assert proposer.propose(sequence([3, 4]), 3) is None
+
+
+def test_suffix_keeps_the_flows_of_late() -> None:
+    """Beyond so many flows the one that learnt longest ago is forgotten, and a purge is of one flow."""
+    proposer = SuffixProposer(max_flows=2)
+    for flow in ("a", "b", "a", "c"):
+        proposer.finish(sequence([1], [10, 11, 12], flow=flow, proposers=("suffix",)))
+    proposer.purge("c")
+    proposer.finish(sequence([1], [10, 11, 12], flow="d", proposers=("suffix",)))
+    proposer.purge("c")
+    has_drafts = [proposer.propose(sequence([2], [10, 11], flow=flow), 1) is not None for flow in "abcd"]
+    assert has_drafts == [True, False, False, True]
+
+
 def test_suffix_is_opt_in_and_forgets() -> None:
     """What a plan does not give to the index is not learnt, and what is purged is gone."""
     proposer = SuffixProposer()
