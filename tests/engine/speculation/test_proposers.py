@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.backends.engine.speculation.base import strength_of_match
+from surefoot.backends.engine.speculation.base import Proposer, strength_of_match
 from surefoot.backends.engine.speculation.ngram import NgramProposer
 from surefoot.backends.engine.speculation.prediction import PredictionProposer
 from surefoot.backends.engine.speculation.suffix import SuffixIndex, SuffixProposer
@@ -130,6 +130,23 @@ def test_a_repeated_line_goes_forward() -> None:
     )
     assert draft is not None
     assert draft.token_ids == (30,)
+
+
+@given(tokens, st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40), tokens)
+def test_a_pause_changes_no_draft(
+    prompt: list[int], output: list[tuple[int, bool]], prediction: list[int]
+) -> None:
+    """Who was not asked for a while drafts what it would if it had been asked at every step (TensorRT-LLM
+    PR 16888, vLLM 47930).
+    """
+    always: list[Proposer] = [NgramProposer(), PredictionProposer()]
+    at_times: list[Proposer] = [NgramProposer(), PredictionProposer()]
+    seq = sequence(prompt or [0], prediction=tuple(prediction))
+    for token_id, is_asked in output:
+        seq.append(token_id)
+        drafts = [proposer.propose(seq, 5) for proposer in always]
+        if is_asked:
+            assert [proposer.propose(seq, 5) for proposer in at_times] == drafts
 
 
 def test_suffix_learns_from_its_own_flow() -> None:
