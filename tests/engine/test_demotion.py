@@ -224,3 +224,21 @@ def test_a_context_of_4096_takes_so_much_less(name: str, times: float) -> None:
         in_full += -(-length // BLOCK_TOKENS)
         held += -(-(length - num_demoted) // BLOCK_TOKENS) + rule.demoted_blocks(num_demoted).total
     assert in_full >= times * held
+
+
+@pytest.mark.parametrize("num_prompt", [30, 100, 171, 300])
+@pytest.mark.parametrize("name", [name for name in PLAN_FORMATS if name != FULL_NAME])
+def test_a_cache_of_the_peak_holds_a_sequence_to_its_end(name: str, num_prompt: int) -> None:
+    """With as many blocks as admission says that it takes, one sequence is never short of any, though its
+    prompt's blocks may be found by others.
+    """
+    plan, num_tokens = CachePlan(format=name, sinks=2, recent=40), num_prompt + 150
+    rule = space_of(1000).rule(plan, num_prompt)
+    assert rule is not None
+    world = World(FirstComeScheduler, rule.peak(num_tokens))
+    world.add(list(range(num_prompt)), plan, n=1, max_tokens=150, priority=0)
+    (request,) = world.requests
+    while world.scheduler.has_work:
+        assert world.step()
+    assert request.sequences[0].num_preemptions == 0
+    assert request.sequences[0].num_output_tokens == 150

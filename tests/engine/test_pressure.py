@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from surefoot.backends.engine.cache_rule import GRID_TOKENS
 from surefoot.backends.engine.first_come import FirstComeScheduler
 from surefoot.backends.engine.promise_scheduler import PromiseScheduler
 from surefoot.backends.engine.scheduler import MakeScheduler
@@ -12,7 +13,7 @@ from surefoot.backends.engine.sequence import SequenceStatus
 from surefoot.backends.types import CachePlan
 from surefoot.kernels.layout import BLOCK_TOKENS
 
-from .cache_world import PRESSED, World, demoter_of, runs
+from .cache_world import PRESSED, World, demoter_of, runs, space_of
 from .schedules import SCHEDULERS, preempt
 
 
@@ -220,3 +221,32 @@ def test_who_is_preempted_under_pressure_starts_again_with_boundaries() -> None:
     assert usage is not None
     assert not usage.reproducible
     assert sequence.num_preemptions == 1
+
+
+def test_one_choice_that_lost_bits_makes_the_answer_one_that_need_not_repeat() -> None:
+    """Whatever became of the others."""
+    world = World(FirstComeScheduler, num_blocks=60)
+    world.add([1] * 100, PRESSED, n=2, max_tokens=9, priority=0)
+    (request,) = world.requests
+    for was_reclaimed in (False, True):
+        request.sequences[1].was_reclaimed = was_reclaimed
+        assert request.cache_usage is not None
+        assert request.cache_usage.reproducible == (not was_reclaimed)
+
+
+def test_a_prompt_beyond_the_cache_has_boundaries_under_pressure_too() -> None:
+    """Only so does it fit."""
+    rule = space_of(80).rule(PRESSED, 1500)
+    assert rule is not None
+    assert (rule.eager, rule.grid) == (True, GRID_TOKENS)
+
+
+def test_drafts_have_room_beside_demoted_tokens() -> None:
+    """Blocks are reserved for as many tokens as were asked for, as long as there are free ones."""
+    world = World(FirstComeScheduler, num_blocks=60, max_batched_tokens=512)
+    (sequence,) = runs(world, (PRESSED, 300, 0))
+    demoter_of(world).reclaim([sequence], world.pool.num_blocks)
+    assert sequence.num_demoted > 200
+    assert world.scheduler.reserve(sequence, 40) == 40
+    room = (len(sequence.block_table) + world.pool.num_free) * BLOCK_TOKENS
+    assert world.scheduler.reserve(sequence, 2000) == room - sequence.num_full - sequence.num_uncommitted
