@@ -339,6 +339,10 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
     realised_gain: float = 0.0
     is_synthetic: bool = False
     """Whether acceptance is made up, for a benchmark; outputs are then meaningless."""
+    max_draft: int | None = None
+    """The longest draft that is made for any plan; None where a backend does not say."""
+    proposers: tuple[str, ...] | None = None
+    """Who can draft; others that a plan names are not asked. None where a backend does not say."""
 
 
 class FormatStats(Struct, frozen=True, kw_only=True):

@@ -67,9 +67,14 @@ class CacheWish(Struct, forbid_unknown_fields=True, kw_only=True):
     """
 
     format: str | None = None
-    protect: ProtectWish = ProtectWish()
+    protect: ProtectWish | None = None
     demote: str | None = None
     max_context: int | None = None
+
+    @property
+    def protection(self) -> ProtectWish:
+        """What is to be protected, if anything."""
+        return self.protect or ProtectWish()
 
     def check(self) -> None:
         """Raise `InvalidValue` for what no plan has."""
@@ -79,7 +84,7 @@ class CacheWish(Struct, forbid_unknown_fields=True, kw_only=True):
                     f"'cache.{param}' must be one of {', '.join(known)}, but it is '{shortened(value)}'.",
                     f"cache.{param}",
                 )
-        for name, number in self.protect.wanted.items():
+        for name, number in self.protection.wanted.items():
             check_range(f"cache.protect.{name}", number, PROTECTED)
         if self.max_context is not None:
             check_range("cache.max_context", self.max_context, CONTEXT)

@@ -36,7 +36,8 @@ def check_folder(folder: Path, classes: Path | None) -> int:
             sys.stderr.write(f"{problem}\n")
         return EXIT_BAD_FILES
     with_defaults = f", with {DEFAULTS}" if state.defaults else ""
-    _say(f"{folder}: {len(state.loaded)} tenants are fine{with_defaults}\n")
+    number = "1 tenant is" if len(state.loaded) == 1 else f"{len(state.loaded)} tenants are"
+    _say(f"{folder}: {number} fine{with_defaults}\n")
     return 0
 
 

@@ -81,12 +81,13 @@ class Service:
         tenant.check_cache(asked.cache)
         seen = self._observer.observe(tenant, promise.name, asked, backend)
         decision = self._policy.decide(seen)
-        self._observer.note(seen, decision.plan)
         record.note_plan(seen, decision)
         label = _label(asked, endpoint, promise, decision.plan)
         deadline_s = _deadline_s(request, record)
         requests = self._requests(asked, tenant, promise, decision.plan, seen.kind, label.id, deadline_s)
         record.completion_id = label.id
+        # Not before: what is wrong with the request is known now.
+        self._observer.note(seen, decision.plan)
         return Delivery(
             generation=Generation(backend, requests),
             answer=endpoint.answer(label, len(requests)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,13 @@ def run_gateway(settings: ServeSettings, usage_file: Path | None) -> int:
         spare_collector()
         _tell(invitation(url, backend.models[0].id))
 
-    return serve(app, settings.host, settings.port, settings.drain_s, on_ready)
+    status = serve(app, settings.host, settings.port, settings.drain_s, on_ready)
+    if not app.state.lifecycle.started.is_set():
+        # The model is still being loaded: the interpreter's end would tear that thread out of C++ code, which
+        # aborts the process.
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 def run_loss(

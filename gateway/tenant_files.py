@@ -18,6 +18,7 @@ from msgspec import Struct
 from surefoot.policies.bounds import FORMATS, MOMENTS, Proposer
 
 from .decode import did_you_mean
+from .errors import shortened
 from .tenants import Tenant, TenantLimits, TenantValues
 from .toml_lines import line_of
 
@@ -35,6 +36,8 @@ WHY_NOT_IMPORTANT = (
     "bits were not found to do more for tokens that are attended to most than for the latest; leave the key"
     " out, and see 'cache.protect.recent' and the format 'mixed'"
 )
+KEYS = ("key_hashes", "keys")
+"""Where a key may stand by mistake: no message repeats what does."""
 Where = tuple[str | int, ...]
 
 
@@ -145,7 +148,7 @@ def _convert(file: TenantFile, values: Mapping[str, Any], shape: type[Any]) -> A
     try:
         return msgspec.convert(values, shape)
     except msgspec.ValidationError as error:
-        where, message = _explain(str(error), shape)
+        where, message = _explain(str(error), shape, values)
         raise _error(file, where, message) from None
 
 
@@ -157,21 +160,41 @@ def _error(file: TenantFile, where: Where, message: str) -> TenantFileError:
     return TenantFileError(Problem(str(file.path), line, message))
 
 
-def _explain(problem: str, shape: type[Any]) -> tuple[Where, str]:
-    """Where msgspec found a fault, and what is wrong in our words."""
+def _explain(problem: str, shape: type[Any], values: Mapping[str, Any]) -> tuple[Where, str]:
+    """Where msgspec found a fault in the values, and what is wrong in our words."""
     problem, _, at = problem.partition(" - at `$")
     where = _read_path(at.removesuffix("`"))
-    name = _path_text(where)
     if match := re.fullmatch(r"Object contains unknown field `(.*)`", problem, re.DOTALL):
         return (*where, match[1]), _explain_unknown(where, match[1], shape)
     if match := re.fullmatch(r"Object missing required field `(.*)`", problem):
         return (*where, match[1]), f"missing key '{_path_text((*where, match[1]))}'"
-    if problem.startswith("Expected `str` matching regex"):
-        return where, f"'{name}' must be {ID_WORDS if where == ('id',) else HASH_WORDS}"
+    return where, _explain_value(where, problem[0].lower() + problem[1:], values)
+
+
+def _explain_value(where: Where, problem: str, values: Mapping[str, Any]) -> str:
+    name, is_pattern = _path_text(where), problem.startswith("expected `str` matching regex")
+    if where[0] in KEYS:
+        return f"'{name}' must be {HASH_WORDS}" if is_pattern else f"'{name}': {problem}"
+    # What msgspec says it got is a type.
+    expected = problem.partition(", got ")[0]
     key = _path_text(tuple(part for part in where if isinstance(part, str)))
-    if key in CHOICES:
-        return where, f"'{name}': expected one of {', '.join(CHOICES[key])}"
-    return where, f"'{name}': {problem[0].lower()}{problem[1:]}"
+    if is_pattern:
+        expected = f"expected {ID_WORDS}"
+    elif key in CHOICES:
+        expected = f"expected one of {', '.join(CHOICES[key])}"
+    return f"'{name}': {expected}, but it is {_shown(_value_at(values, where))}"
+
+
+def _value_at(values: Any, where: Where) -> Any:
+    """What stands at a place that there is."""
+    for part in where:
+        values = values[part]
+    return values
+
+
+def _shown(value: Any) -> str:
+    """As TOML has it, more or less."""
+    return str(value) if isinstance(value, float) else shortened(msgspec.json.encode(value).decode())
 
 
 def _explain_unknown(where: Where, name: str, shape: type[Any]) -> str:

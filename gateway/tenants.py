@@ -147,7 +147,7 @@ class Tenant(TenantValues, frozen=True, kw_only=True, forbid_unknown_fields=True
                 "cache.format",
             )
         least = limits.plan(limits.format)
-        for name, number in wish.protect.wanted.items():
+        for name, number in wish.protection.wanted.items():
             if number < (limit := getattr(least, name)):
                 raise InvalidValue(
                     f"'cache.protect.{name}' is {number}, less than your limit of {limit}.",

@@ -40,6 +40,10 @@ class Observation(Struct, frozen=True, kw_only=True):
     """
     quality_loss: float | None = None
     """Nats per token that the tenant's plans of this kind lost lately against the baseline."""
+    longest_draft: int | None = None
+    """The longest draft that the server makes for anyone."""
+    drafters: tuple[str, ...] | None = None
+    """The proposers that the server has."""
     hour: float = 0.0
     """Hours since midnight, UTC; passed in, because a policy has no clock."""
     override: str | None = None

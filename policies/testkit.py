@@ -77,6 +77,8 @@ def sample_observations() -> Iterator[Observation]:
         "load": (1, 1000),
         "acceptance": (0.0, 0.1, 0.5, 0.99, 1.0),
         "quality_loss": (-0.01, 0.0, 0.03, 5.0),
+        "longest_draft": (0, 1, 64),
+        "drafters": ((), ("ngram",)),
         "hour": (0.0, 23.99),
         "override": ("baseline", "fixed"),
         "max_draft": (0, 2),

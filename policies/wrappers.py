@@ -87,7 +87,7 @@ class Repeatable:
 
 
 class Clamp:
-    """The wrapped policy's plan, cut to the tenant's bounds and the request's wish.
+    """The wrapped policy's plan, cut to what the server drafts, the tenant's bounds and the request's wish.
 
     The plan is named anew after what it does, so that a name in a header or a fingerprint can be relied on.
     """
@@ -99,11 +99,14 @@ class Clamp:
         """Say in the reason what was cut."""
         decision = self._policy.decide(observation)
         wanted = within_context(decision.plan, observation)
-        allowed = within_bounds(wanted, observation.bounds, observation.quality_loss)
+        served = within_server(wanted, observation)
+        allowed = within_bounds(served, observation.bounds, observation.quality_loss)
         wished = within_wish(allowed, observation)
         cuts = []
-        if allowed != wanted:
-            cuts.append(Step("bounds", f"{wanted.name} is more than the tenant's file allows"))
+        if served.name != wanted.name:
+            cuts.append(Step("server", f"{wanted.name} is more than the server drafts"))
+        if allowed != served:
+            cuts.append(Step("bounds", f"{served.name} is more than the tenant's file allows"))
         if wished != allowed:
             cuts.append(Step("request", f"the request wants {_wish(allowed, wished)}"))
         if not cuts:
@@ -120,6 +123,16 @@ def within_context(plan: ServingPlan, seen: Observation) -> ServingPlan:
     limits = (plan.cache.max_context, seen.bounds.cache.max_context, seen.max_context)
     longest = min((each for each in limits if each is not None), default=None)
     return named_plan(replace(plan.cache, max_context=longest), plan.speculation)
+
+
+def within_server(plan: ServingPlan, seen: Observation) -> ServingPlan:
+    """As much of a plan's drafts as the server makes, for a name that says what is done."""
+    drafts = plan.speculation
+    if seen.longest_draft is not None:
+        drafts = replace(drafts, max_draft=min(drafts.max_draft, seen.longest_draft))
+    if seen.drafters is not None:
+        drafts = replace(drafts, proposers=_common(drafts.proposers, seen.drafters))
+    return named_plan(plan.cache, drafts)
 
 
 def within_bounds(plan: ServingPlan, bounds: PlanBounds, quality_loss: float | None = None) -> ServingPlan:

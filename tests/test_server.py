@@ -360,6 +360,18 @@ def test_sigterm_ends_a_stream_that_takes_too_long(cache_dir: Path, tmp_path: Pa
         assert server.process.wait(60) == 0
 
 
+def test_sigterm_while_the_model_is_loaded_is_an_end_as_asked(cache_dir: Path, tmp_path: Path) -> None:
+    """Whoever stops a server that is not ready yet gets status 0, and no abort by a thread that was left."""
+    server = ServerProcess(cache_dir, log=tmp_path / "log")
+    with server.log.open("w") as out:
+        process = subprocess.Popen(server._command, stderr=out, stdout=out)
+    while "Loading the weights" not in server.log.read_text():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, server.log.read_text()
+    assert "server.stopped" in server.log.read_text()
+
+
 def test_a_second_sigint_leaves_at_once(cache_dir: Path, tmp_path: Path) -> None:
     """SIGINT drains like SIGTERM; another one does not wait for the drain."""
     with ServerProcess(cache_dir, "--drain-s=600", log=tmp_path / "log") as server:

@@ -88,6 +88,18 @@ def ask(http: TestClient, tenant: str = "free", path: str = CHAT, **fields: Any)
     [
         ("free", {}, "k8v4", CachePlan(format="k8v4", max_context=100)),
         ("free", {"cache": {}}, "k8v4", CachePlan(format="k8v4", max_context=100)),
+        (
+            "free",
+            {"cache": {"format": None, "protect": None, "demote": None, "max_context": None}},
+            "k8v4",
+            CachePlan(format="k8v4", max_context=100),
+        ),
+        (
+            "free",
+            {"cache": {"protect": {"sinks": None, "recent": None}}},
+            "k8v4",
+            CachePlan(format="k8v4", max_context=100),
+        ),
         ("free", {"cache": {"format": "k8v4"}}, "k8v4", CachePlan(format="k8v4", max_context=100)),
         ("free", {"cache": {"format": "k8v8"}}, "k8v8", CachePlan(format="k8v8", max_context=100)),
         ("free", {"cache": {"format": "k16v16"}}, "baseline", CachePlan(max_context=100)),
@@ -131,9 +143,11 @@ def test_a_plan_reaches_the_backend(
 
 def test_a_limit_on_loss_is_kept_by_what_was_chosen(http: TestClient) -> None:
     """`adaptive` mixes formats: one beyond what all answers may have while the tenant's limit has room, and
-    the last one that they all may have where it is used up; kinds of traffic do not share their room.
+    the last one that they all may have where it is used up; kinds of traffic do not share their room, and
+    what is refused does not count.
     """
     long = [{"role": "user", "content": "word " * 200}]
+    assert ask(http, "limited", messages=long, prediction={"type": "x", "content": ""}).status_code == 400
     plans = [ask(http, "limited", messages=long).headers["x-surefoot-plan"] for _ in range(12)]
     assert plans[:3] == ["k8v4", "mixed", "k8v4"]
     loss = {"k8v4": 0.0008, "mixed": 0.0045}

@@ -112,6 +112,7 @@ def test_wrong_values_are_named(http: TestClient, fields: dict[str, Any], param:
     ("wish", "plan"),
     [
         ({}, "draft4"),
+        ({"enabled": None, "max_draft": None}, "draft4"),
         ({"enabled": True}, "draft4"),
         ({"max_draft": 64}, "draft4"),
         ({"max_draft": 2}, "draft2"),
@@ -212,6 +213,17 @@ def test_learnt_acceptance_reaches_the_policy(http: TestClient, backend: FakeBac
     backend.speculation = SpeculationStats(acceptance={"bound": {"chat": 0.4}, "free": {"text": 0.1}})
     assert ask(http, "bound").headers["x-surefoot-plan"] == "draft2"
     assert ask(http, "bound", TEXT).headers["x-surefoot-plan"] == "draft4"
+
+
+def test_a_plan_is_no_more_than_the_server_drafts(http: TestClient, backend: FakeBackend) -> None:
+    """The header, the fingerprint's plan and `num_spec_tokens` are of drafts as the backend makes them."""
+    backend.speculation = SpeculationStats(max_draft=3, proposers=("ngram",))
+    answer = ask(http, return_metrics=True)
+    assert answer.headers["x-surefoot-plan"] == backend.requests[-1].plan.name == "draft3"
+    assert answer.json()["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+    assert backend.requests[-1].plan.speculation.proposers == ("ngram",)
+    backend.speculation = SpeculationStats(max_draft=3, proposers=("suffix",))
+    assert ask(http).headers["x-surefoot-plan"] == "baseline"
 
 
 def test_metrics_by_position_tenant_and_length(http: TestClient, backend: FakeBackend) -> None:

@@ -142,17 +142,34 @@ HEAD = f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\n'
         ),
         (HEAD + "policy = 'adaptve'", "a.toml:3: there is no policy 'adaptve'. Did you mean 'adaptive'?"),
         (HEAD + "policy = 'x'", "Known are: adaptive, baseline, fixed, schedule."),
-        (HEAD + "[cache]\nformat = 'k3v3'", "a.toml:4: 'cache.format': expected one of k16v16, k8v8,"),
+        (
+            HEAD + "[cache]\nformat = 'k3v3'",
+            'expected one of k16v16, k8v8, k8v4, mixed, k4v4, but it is "k3v3"',
+        ),
         (
             HEAD + "[cache]\nformat = 'k8v8'\nprotect.important = 9",
             "a.toml:5: 'cache.protect.important' = 9 is not served: bits were not found to do more for tokens"
             " that are attended to most than for the latest; leave the key out, and see"
             " 'cache.protect.recent' and the format 'mixed'",
         ),
-        (HEAD + "[speculation]\nmax_draft = 65", "a.toml:4: 'speculation.max_draft': expected"),
-        (HEAD + "[speculation]\nproposers = ['x']", "a.toml:4: 'speculation.proposers[0]': expected one of"),
+        (
+            HEAD + "[speculation]\nmax_draft = 65",
+            "a.toml:4: 'speculation.max_draft': expected `int` <= 64, but it is 65",
+        ),
+        (
+            HEAD + "[speculation]\nproposers = ['x']",
+            "'speculation.proposers[0]': expected one of ngram, suffix, prediction, draft, but it is \"x\"",
+        ),
+        (
+            HEAD + "[cache]\nprotect.sinks = -1",
+            "a.toml:4: 'cache.protect.sinks': expected `int` >= 0, but it is -1",
+        ),
+        (
+            HEAD + "[cache]\nmax_context = '4k'",
+            "'cache.max_context': expected `int | null`, but it is \"4k\"",
+        ),
         (HEAD + "[classes]\nallowed = ['batch']", "a.toml:3: 'classes.default' is 'standard', which is not"),
-        (HEAD + "weight = 0", "a.toml:3: 'weight': expected"),
+        (HEAD + "weight = 0", "a.toml:3: 'weight': expected `float` > 0.0, but it is 0"),
         (
             HEAD + f"[[keys]]\nhash = '{HASHES[1]}'\nexpires = 2027-01-01T00:00:00",
             "a.toml:5: 'keys[0].expires'",
@@ -167,6 +184,16 @@ def test_a_fault_has_its_line(folder: Folder, text: str, said: str) -> None:
     """A refusal has file, line and key, and the nearest known key or the known ones."""
     folder.write("a.toml", text)
     assert said in folder.refusal()
+
+
+@pytest.mark.parametrize(
+    "text", ["key_hashes = ['sf-secret']", "key_hashes = 'sf-secret'", "[[keys]]\nhash = 'sf-secret'"]
+)
+def test_no_message_has_a_key(folder: Folder, text: str) -> None:
+    """A key that stands in a file where its hash should is refused, and not repeated."""
+    folder.write("a.toml", f"id = 'a'\n{text}")
+    assert "a.toml:" in folder.refusal()
+    assert "secret" not in folder.refusal()
 
 
 def test_what_cannot_be_read_is_refused(folder: Folder) -> None:
@@ -282,7 +309,7 @@ def test_a_bad_file_keeps_the_last_good_one(folder: Folder) -> None:
     assert {name: each.tenant.weight for name, each in state.loaded.items()} == {"t0": 2.0, "t1": 1.0}
     assert messages(state) == [
         "t0.toml:3: unknown key 'wight'. Did you mean 'weight'?",
-        "new.toml:1: 'id': expected `str`, got `int`",
+        "new.toml:1: 'id': expected `str`, but it is 3",
     ]
     folder.tenant(0, "weight = 3.0")
     (folder.path / "new.toml").unlink()

@@ -91,7 +91,10 @@ BAD_FILES = [
     ('id = "a"\nkey_hashes = []', ["key_hashes"]),
     ('id = "a"', ["no key: it needs 'key_hashes'"]),
     ('id = "a"\nkey_hashes = ["sha256:12"]', ["'key_hashes[0]' must be what `surefoot key new` prints"]),
-    (f'id = "A b"\nkey_hashes = ["{HASHES[0]}"]', ["'id' must be 1 to 64 lower-case letters, digits"]),
+    (
+        f'id = "A b"\nkey_hashes = ["{HASHES[0]}"]',
+        ["'id': expected 1 to 64 lower-case letters, digits", '"A b"'],
+    ),
     (f'id = "a"\nkey_hashes = ["{HASHES[0]}"]\nmax_tokens = 3', ["'max_tokens'", "under [limits]"]),
     ('id = "a', ["Unterminated string"]),
 ]

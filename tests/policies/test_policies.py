@@ -105,6 +105,33 @@ def test_a_request_only_lowers(max_draft: int | None, name: str) -> None:
     assert ("the request wants drafts of" in decision.reason) == (name != "draft8")
 
 
+NO_DRAFTS = BASELINE_PLAN.speculation
+
+
+@pytest.mark.parametrize(
+    ("longest", "drafters", "name", "proposers"),
+    [
+        (4, None, "draft4", ("draft", "ngram")),
+        (64, None, "draft8", ("draft", "ngram")),
+        (0, None, "baseline", NO_DRAFTS.proposers),
+        (None, ("ngram", "suffix"), "draft8", ("ngram",)),
+        (None, ("suffix",), "baseline", NO_DRAFTS.proposers),
+        (4, ("ngram",), "draft4", ("ngram",)),
+    ],
+)
+def test_a_plan_is_what_the_server_drafts(
+    longest: int | None, drafters: tuple[str, ...] | None, name: str, proposers: tuple[str, ...]
+) -> None:
+    """A file may allow longer drafts than the server makes, or a proposer that it lacks: the plan is named
+    after what is done, and the reason says so.
+    """
+    bounds = PlanBounds(speculation=SpeculationBounds(max_draft=8, proposers=("draft", "ngram")))
+    seen = replace(SEEN, bounds=bounds, longest_draft=longest, drafters=drafters)
+    decision = Clamp(FixedPolicy()).decide(seen)
+    assert (decision.plan.name, decision.plan.speculation.proposers) == (name, proposers)
+    assert ("draft8 is more than the server drafts" in decision.reason) == (name != "draft8")
+
+
 KEPT = Protection(sinks=8, recent=256)
 
 

@@ -68,8 +68,10 @@ class QualitySettings(Struct, frozen=True, kw_only=True):
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise LossError(f"{name} is {limit} or more, got {getattr(self, name)}")
-        if not self.formats or not self.recent or min(self.recent) < 0:
-            raise LossError("at least one format and one number of recent tokens, 0 or more, are needed")
+        if not self.formats or not self.recent:
+            raise LossError("at least one format and one number of recent tokens are needed")
+        if min(self.recent) < 0:
+            raise LossError(f"recent is 0 or more, got {min(self.recent)}")
 
     @property
     def plans(self) -> list[QualityPlan]:

@@ -153,7 +153,8 @@ def make_haystack(tokenizer: Tokenizer, filler: Sequence[int], tasks: Sequence[s
     num_told = sum(map(len, told))
     if len(filler) < 2 * num_told:
         raise LossError(
-            f"{len(filler)} tokens are too few to hide {num_told} in: let a text have {2 * num_told}"
+            f"context = {len(filler)} tokens are too few to hide facts of {num_told} in: it takes"
+            f" {2 * num_told}, or fewer tasks"
         )
     rest, step = iter(filler), (len(filler) - num_told) // NUM_DEPTHS
     token_ids: list[int] = []

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from msgspec.structs import replace
+
 from surefoot.backends.types import SpeculationStats
 
 from ..cost_model import CostModel
@@ -33,6 +35,7 @@ class Speculator:
 
     def __init__(self, settings: SpeculationSettings) -> None:
         self.controller = Controller(settings)
+        self._max_draft = settings.max_draft
         self.draft_model: DraftModel | None = None
         """The proposer `draft`, which an engine adds that has one."""
         self.suffix = SuffixProposer()
@@ -53,8 +56,10 @@ class Speculator:
     @property
     def stats(self) -> SpeculationStats:
         """What it did and learnt so far, as a copy for other threads."""
-        rates = self.controller.acceptance.rates()
-        return self.counters.stats(rates, is_synthetic=self._synthetic is not None)
+        counted = self.counters.stats(
+            self.controller.acceptance.rates(), is_synthetic=self._synthetic is not None
+        )
+        return replace(counted, max_draft=self._max_draft, proposers=self.proposers)
 
     def restart(self) -> None:
         """The engine is gone, its sequences and draft model with it: keep only what was learnt."""

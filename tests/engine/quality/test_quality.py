@@ -253,7 +253,7 @@ def test_tasks(reader: Reader, task: str) -> None:
     assert all(fact.answer.strip() in fact.told for fact in facts)
     assert len({fact.question for fact in facts}) == 10
     assert facts == TASKS[task](random.Random(0)) != TASKS[task](random.Random(1))
-    with pytest.raises(LossError, match="30 tokens are too few to hide"):
+    with pytest.raises(LossError, match=r"context = 30 tokens are too few to hide facts of \d+ in: it takes"):
         make_haystack(reader.tokenizer, range(30), [task], seed=0)
 
 
@@ -288,7 +288,8 @@ def test_estimates() -> None:
         ({"tasks": ("guessing",)}, "no task 'guessing'"),
         ({"texts": 1}, "texts is 2 or more, got 1"),
         ({"context": 16}, "context is 17 or more, got 16"),
-        ({"recent": (-1,)}, "0 or more"),
+        ({"recent": (64, -1)}, "recent is 0 or more, got -1"),
+        ({"recent": ()}, "one number of recent tokens"),
     ],
 )
 def test_settings_of_no_use(changes: dict[str, object], said: str) -> None:

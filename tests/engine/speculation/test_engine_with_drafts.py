@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from surefoot.backends.engine.backend import EngineParts
@@ -18,6 +20,7 @@ from surefoot.backends.engine.scheduler import MakeScheduler
 from surefoot.backends.engine.sequence import Request
 from surefoot.backends.engine.settings import EngineSettings
 from surefoot.backends.engine.speculation.settings import SpeculationSettings
+from surefoot.backends.engine.step_input import StepInput
 from surefoot.backends.types import (
     BASELINE_PLAN,
     Chunk,
@@ -256,6 +259,47 @@ def test_a_prediction_is_accepted(parts: EngineParts) -> None:
         assert answer.finished is not None
         usage = answer.finished.speculation
         assert (usage.num_accepted_predicted_tokens if usage else 0) >= least
+
+
+@pytest.mark.parametrize("changes", [{"repetition_penalty": 1.6}, {"min_tokens": 20}], ids=str)
+def test_a_draft_of_new_tokens_counts_along_its_rows(parts: EngineParts, changes: dict[str, Any]) -> None:
+    """Each row of a draft is sampled as if the tokens before it had been said: those that neither prompt nor
+    answer has yet count for penalties, and an end is banned for so long as it would be without drafts.
+    """
+    free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine = make_engine(parts)
+    said = finish(engine, [add(engine, parts, FREE, free, None)])[0].token_ids[0]
+    # Without the penalty the answer would end where the ban does.
+    end = () if "min_tokens" not in changes else (said[changes["min_tokens"]],)
+    params = replace(free, stop_token_ids=end, **changes)
+    plain = finish(engine, [add(engine, parts, FREE, params, None)])[0]
+    assert len(plain.token_ids[0]) == (changes["min_tokens"] if end else 40)
+    request = add(engine, parts, FREE, params, SpeculationPlan(max_draft=16, proposers=("prediction",)))
+    request.prediction_token_ids = plain.token_ids[0]
+    drafted = finish(engine, [request])[0]
+    assert drafted.content == plain.content
+    assert num_accepted(engine) >= 15
+
+
+def test_rejected_tokens_never_touch_the_cache(parts: EngineParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of prompt and answer is written once, but for the last, and nothing else is."""
+    engine = make_engine(parts)
+    commit, num_written = engine._runner.commit, []
+
+    def counted(step: StepInput, rows: list[int] | None = None) -> None:
+        num_written.append(len(step.token_ids) if rows is None else len(rows))
+        commit(step, rows)
+
+    monkeypatch.setattr(engine._runner, "commit", counted)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    request = add(
+        engine, parts, FREE, params, DRAFTS, "there lived a king, in a village by the sea, there lived"
+    )
+    usage = finish(engine, [request])[0].finished
+    assert usage is not None
+    assert usage.speculation is not None
+    assert usage.speculation.num_accepted_tokens < usage.speculation.num_draft_tokens
+    assert sum(num_written) == len(request.prompt_token_ids) + 40 - 1
 
 
 def test_preemption_and_drafts(parts: EngineParts) -> None:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.backends.engine.speculation.base import strength_of_match
+from surefoot.backends.engine.speculation.base import Proposer, strength_of_match
 from surefoot.backends.engine.speculation.ngram import NgramProposer
 from surefoot.backends.engine.speculation.prediction import PredictionProposer
 from surefoot.backends.engine.speculation.suffix import SuffixIndex, SuffixProposer
@@ -132,6 +132,23 @@ def test_a_repeated_line_goes_forward() -> None:
     assert draft.token_ids == (30,)
 
 
+@given(tokens, st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40), tokens)
+def test_a_pause_changes_no_draft(
+    prompt: list[int], output: list[tuple[int, bool]], prediction: list[int]
+) -> None:
+    """Who was not asked for a while drafts what it would if it had been asked at every step (TensorRT-LLM
+    PR 16888, vLLM 47930).
+    """
+    always: list[Proposer] = [NgramProposer(), PredictionProposer()]
+    at_times: list[Proposer] = [NgramProposer(), PredictionProposer()]
+    seq = sequence(prompt or [0], prediction=tuple(prediction))
+    for token_id, is_asked in output:
+        seq.append(token_id)
+        drafts = [proposer.propose(seq, 5) for proposer in always]
+        if is_asked:
+            assert [proposer.propose(seq, 5) for proposer in at_times] == drafts
+
+
 def test_suffix_learns_from_its_own_flow() -> None:
     """An output is proposed again to the flow that it came from, and to no other."""
     proposer = SuffixProposer()
@@ -140,6 +157,26 @@ def test_suffix_learns_from_its_own_flow() -> None:
     assert again is not None
     assert again.token_ids == (12, 13, 14)
     assert proposer.propose(sequence([2], [10, 11], flow="b"), 3) is None
+
+
+def test_suffix_learns_outputs_alone() -> None:
+    """What one user of a tenant asked is not drafted for another, nor how an answer to it begins."""
+    proposer = SuffixProposer()
+    proposer.finish(sequence([1, 2, 3, 4], [10, 11], proposers=("suffix",)))
+    assert proposer.propose(sequence([1, 2]), 3) is None
+    assert proposer.propose(sequence([3, 4]), 3) is None
+
+
+def test_suffix_keeps_the_flows_of_late() -> None:
+    """Beyond so many flows the one that learnt longest ago is forgotten, and a purge is of one flow."""
+    proposer = SuffixProposer(max_flows=2)
+    for flow in ("a", "b", "a", "c"):
+        proposer.finish(sequence([1], [10, 11, 12], flow=flow, proposers=("suffix",)))
+    proposer.purge("c")
+    proposer.finish(sequence([1], [10, 11, 12], flow="d", proposers=("suffix",)))
+    proposer.purge("c")
+    has_drafts = [proposer.propose(sequence([2], [10, 11], flow=flow), 1) is not None for flow in "abcd"]
+    assert has_drafts == [True, False, False, True]
 
 
 def test_suffix_is_opt_in_and_forgets() -> None:

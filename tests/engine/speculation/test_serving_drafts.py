@@ -107,6 +107,7 @@ def test_counts_and_outputs_outlive_an_engine(parts: EngineParts) -> None:
         assert once_more[-1].speculation is None
         assert tokens(once_more) == tokens(first)
         assert backend.stats.speculation.drafts == before.drafts
+        assert (before.max_draft, set(before.proposers or ())) == (16, {"ngram", "prediction", "suffix"})
 
     serve(parts, use)
 
