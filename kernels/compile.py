@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from .cpu.launch import Launcher, cache_key
+from .cpu.launch import Launcher, Progress, cache_key
 from .cpu.ops import CpuOps
-
-Progress = Callable[[str, int, int], None]
 
 
 def compile_apart(cache_dir: Path, progress: Progress) -> None:

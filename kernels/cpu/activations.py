@@ -22,7 +22,7 @@ from numba import types
 from .dot import byte_excess
 from .forms import FLOAT, INT8, INT16, INT32, INT64, LANES, Emitter
 from .kinds import Q4_0_EXCESS, Q8_0
-from .vector import ADDRESS, F32, I32, load, op, sum_of_lanes, words
+from .vector import ADDRESS, F32, I32, fold_lanes, load, op, words
 
 ACTIVATION_BYTES = 64
 """Bytes of a quantised activation group."""
@@ -61,7 +61,7 @@ def _store_activation_group(e: Emitter, out: Any, first: Any, second: Any, kind:
         vector, turn = _whereabouts(e, b.add(k, INT32(LANES * half)), in_bytes)
         e.store(out, b.shl(vector, INT32(6)), PLACES[half])
         e.store(out, b.xor(turn, INT32(16 * half)), TURNS[half])
-    sum_ = sum_of_lanes(e, total, b.add)
+    sum_ = fold_lanes(e, total, b.add)
     e.store(out, scale, SCALE)
     e.store(out, b.fmul(scale, b.sitofp(sum_, FLOAT)), SUM)
     excess = b.select(in_bytes, INT32(byte_excess(e.form)), INT32(Q4_0_EXCESS))

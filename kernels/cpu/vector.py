@@ -322,27 +322,23 @@ def first_lane(e: Emitter, x: Any) -> Any:
 @op(types.float32, F32)
 def sum_lanes(e: Emitter, x: Any) -> Any:
     """The sum of 16 lanes: halves are added until one is left."""
-    return sum_of_lanes(e, x, e.b.fadd)
+    return fold_lanes(e, x, e.b.fadd)
 
 
 @op(types.float32, F32)
 def min_lanes(e: Emitter, x: Any) -> Any:
     """The smallest lane."""
-    return _halve(e, x, lambda a, b: e.b.select(e.b.fcmp_ordered("<", a, b), a, b))
+    return fold_lanes(e, x, lambda a, b: e.b.select(e.b.fcmp_ordered("<", a, b), a, b))
 
 
 @op(types.float32, F32)
 def max_lanes(e: Emitter, x: Any) -> Any:
     """The largest lane."""
-    return _halve(e, x, lambda a, b: e.b.select(e.b.fcmp_ordered(">", a, b), a, b))
+    return fold_lanes(e, x, lambda a, b: e.b.select(e.b.fcmp_ordered(">", a, b), a, b))
 
 
-def sum_of_lanes(e: Emitter, x: Any, add_up: Code) -> Any:
-    """Emit the sum of 16 lanes."""
-    return _halve(e, x, add_up)
-
-
-def _halve(e: Emitter, x: Any, combine: Code) -> Any:
+def fold_lanes(e: Emitter, x: Any, combine: Code) -> Any:
+    """Emit what 16 lanes are combined to: halves with each other until one lane is left."""
     count = LANES
     while count > 1:
         count //= 2
